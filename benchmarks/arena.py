@@ -35,16 +35,15 @@ import numpy as np
 
 from benchmarks import markov
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib import decoders
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import half_width
-from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.sampling.loop import Advance, start
+from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import ModelFacts
+from dlm_jax.sampling.rules import ModelFacts, with_rules
 from dlm_jax.types import Network, Params
 
 RESULTS = "benchmarks/results/arena.csv"
@@ -60,8 +59,8 @@ MASK, PAD, VOCAB = LARGEST, LARGEST + 1, LARGEST + 2
 LIMIT = 3 * LONGEST
 """Steps of decoders that choose the number of commits per step."""
 BUDGETS, SLACK = (2, 3, 4), 0.05
-TABLE = with_rules(tuple(classes_of(decoders)))
-SampleConfig = settings_of(TABLE)
+TABLE = with_rules(decoders)
+SamplingParams = params_of(TABLE)
 MISS = -18.0
 """Log-weight of a text for each visible token that differs."""
 
@@ -353,7 +352,7 @@ class Written(NamedTuple):
 
 def write(setup: Setup, grid: list[Settings], number: int, seed: int) -> Written:
     """Writes `number` texts with each of the settings."""
-    samples = [SampleConfig(chain=("temperature",), **settings) for settings in grid]
+    samples = [SamplingParams(chain=("temperature",), **settings) for settings in grid]
     kinds: dict[Any, list[int]] = {}
     for index, sample in enumerate(samples):
         kinds.setdefault(TABLE.static(sample), []).append(index)

@@ -73,7 +73,7 @@ def write(directory: Path, text: str) -> None:
     (shape / "config.json").write_text(json.dumps(config))
     said, tokenizer = read_shape(shape)
     network = build(said)
-    whole = configs.Config(model=said, sample=configs.SampleConfig(order="left_to_right"))
+    whole = configs.Config(model=said, sample=configs.SamplingParams(order="left_to_right"))
     model = dlm_jax.Model(
         network, network.init(jax.random.key(0)), tokenizer, max_length=LENGTH, config=whole,
         family="qwen3",

@@ -40,8 +40,7 @@ from benchmarks.pods import sampling_step
 from benchmarks.serving import served
 from benchmarks.structure_masks import SCHEMA
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
-from dlm_jax.config.schema import settings_of
+from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.distributed.costs import cost
@@ -49,14 +48,14 @@ from dlm_jax.distributed.mesh import topology_devices
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import make_requests
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.loop import Advance, start
+from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable, with_rules
 from dlm_jax.structured import Structures, regex_of_schema
 from dlm_jax.tasks import RECORD, records
 from dlm_jax.training.plan import torus_of
@@ -133,7 +132,7 @@ def draws(
     if head is not None:
         fill, table = ("constrained_waves", _waves()) if pattern else ("wavefront", BUILT_IN)
     asked = {"chain": ("temperature", "top_k"), "fill": fill, "order": "random_filled"}
-    sample = settings_of(table)(**asked | settings)
+    sample = params_of(table)(**asked | settings)
     if pattern:
         sample = dataclasses.replace(sample, structure=KNOWN.automaton(pattern))
     facts = ModelFacts(vocab_size=LETTERS.vocab_size, banned_ids=LETTERS.banned_ids, eos_ids=(EOS,))
@@ -329,7 +328,7 @@ def of_size(size: int) -> Model:
     tokenizer = _letters(size)
     shape = ModelConfig(depth=4, width=160, heads=5, vocab_size=tokenizer.vocab_size)
     network = build(shape)
-    sample = SampleConfig(chain=("temperature",), order="random_filled", steps=120)
+    sample = SamplingParams(chain=("temperature",), order="random_filled", steps=120)
     params = jax.jit(network.init)(jax.random.key(0))
     return Model(network, params, tokenizer, max_length=128, sample=sample)
 
@@ -371,7 +370,7 @@ ORDERS: list[dict[str, Any]] = [
 def count_valid(number: int) -> None:
     """Prints the number of matching texts of random requests for each order."""
     network = build(ModelConfig(depth=1, width=32, heads=2, vocab_size=JSON.vocab_size))
-    sample = SampleConfig(chain=("temperature", "top_k", "top_p"))
+    sample = SamplingParams(chain=("temperature", "top_k", "top_p"))
     params = jax.tree.map(lambda x: 4 * x, jax.jit(network.init)(jax.random.key(0)))
     model = Model(network, params, JSON, max_length=64, sample=sample)
     schemas = [regex_of_schema({"type": "object", "required": ["a", "b"], "properties": {
@@ -541,7 +540,7 @@ def compile_steps(topology: str, vocab_size: int = 32768, positions: int = 64) -
     print("| --- " * 3 + "|")
     for fill in ("parallel", "constrained", "wavefront", "constrained_waves"):
         held = {"structure": known} if fill.startswith("constrained") else {}
-        sample: Any = settings_of(_waves())(
+        sample: Any = params_of(_waves())(
             fill=fill, order="random_filled", chain=("temperature",), steps=8, **held
         )
         compiled, _ = sampling_step(shape, sample, mesh, rows, positions)

@@ -23,12 +23,10 @@ import numpy as np
 import dlm_jax
 from benchmarks.wavefront_cost import median_seconds
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib.edits import Lead
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import split_rows
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import Request, columns
 from dlm_jax.sampling.commit.commit_rule import log_odds
 from dlm_jax.sampling.loop import start
@@ -38,7 +36,9 @@ from dlm_jax.sampling.mask_step import (
     propose_step,
     with_neighbors,
 )
+from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.propose import FillInput, Parallel
+from dlm_jax.sampling.rules import with_rules
 from dlm_jax.sampling.state import State, token_positions
 from dlm_jax.sampling.transforms import Chain
 from dlm_jax.settings import on_device
@@ -55,7 +55,7 @@ def make_state(model: Model, rows: int, length: int, scoring: str) -> State:
     never = {tokenizer.mask_id, tokenizer.pad_id, *tokenizer.banned_ids}
     ids = [token for token in range(tokenizer.vocab_size) if token not in never]
     tokens = rng.choice(ids, (rows, length)).astype(np.int32)
-    sample: Any = settings_of(TABLE)(
+    sample: Any = params_of(TABLE)(
         steps=16, edit=True, resample=True, schedule="all", edit_scoring=scoring
     )
     requests = [Request(ids, sample, seed) for seed, ids in enumerate(tokens)]

@@ -28,7 +28,7 @@ import dlm_jax
 from benchmarks.quality import distinct_share, judged_bits, known_share, words
 from benchmarks.repairs import KINDS, MORE_KINDS, Repair, make_repairs, score
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.contrib.edits import Lead
 from dlm_jax.data import join_documents, read_documents, split_text
 from dlm_jax.inference.model import Model
@@ -125,7 +125,7 @@ class Task:
     def recommended(self) -> dict[str, Any]:
         """The sampling settings in the model's config."""
         assert self.model.config is not None
-        usual = vars(SampleConfig())
+        usual = vars(SamplingParams())
         return {k: v for k, v in vars(self.model.config.sample).items() if v != usual[k]}
 
     def run(self, repairs: list[Repair], settings: dict[str, Any]) -> dict[str, Any]:

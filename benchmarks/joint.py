@@ -29,7 +29,7 @@ import numpy as np
 import dlm_jax
 from benchmarks import markov
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.positions import chunk_size
@@ -110,7 +110,7 @@ def advance() -> Advance:
 
 def write(settings: dict[str, Any], number: int, seed: int, *, rows: int = ROWS) -> Texts:
     """Writes `number` texts, a multiple of `rows`, with consecutive seeds from `seed` on."""
-    sample = SampleConfig(chain=("temperature",), **settings)
+    sample = SamplingParams(chain=("temperature",), **settings)
     facts = ModelFacts(
         vocab_size=markov.MASK + 1, banned_ids=(markov.MASK,), noise=LINEAR, heads=("sampler",)
     )

@@ -29,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.pods import sampling_step
 from benchmarks.scenes import ROWS, place, scene
-from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
+from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
 from dlm_jax.devices import used
 from dlm_jax.distributed import costs, mesh
 from dlm_jax.distributed.costs import Torus
@@ -78,7 +78,7 @@ def compiled(fn: Callable[..., Any], device: Any, *args: Any) -> tuple[str, floa
 def chain_program(names: list[str]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A function that draws through these transforms, and its arguments."""
     settings = {key: value for name in names for key, value in ON[name].items()}
-    sample = SampleConfig(chain=tuple(names), **settings)
+    sample = SamplingParams(chain=tuple(names), **settings)
     chain = BUILT_IN.pack_chain([sample] * ROWS, ModelFacts(vocab_size=VOCAB))
 
     def draw(chain, logits_NV, at):
@@ -114,8 +114,8 @@ def kernel_groups() -> list[Group]:
 
 def print_loop(topology: str) -> None:
     """Prints the seconds in which the loop with all transforms compiles."""
-    settings = {key: value for name in SampleConfig().chain for key, value in ON[name].items()}
-    sample = SampleConfig(steps=128, order="low_confidence", block_length=32, **settings)
+    settings = {key: value for name in SamplingParams().chain for key, value in ON[name].items()}
+    sample = SamplingParams(steps=128, order="low_confidence", block_length=32, **settings)
     devices = make_mesh(MeshConfig(fsdp=1), topology_devices(topology))
     model = ModelConfig(vocab_size=VOCAB, **TRUNK)  # type: ignore[arg-type]
     for options in (("none",), ()):
@@ -147,9 +147,9 @@ def main() -> None:
             ),
         )
     }
-    assert set(ON) == set(SampleConfig().chain)
+    assert set(ON) == set(SamplingParams().chain)
     programs |= {name: chain_program([name]) for name in ON}
-    programs["all"] = chain_program(list(SampleConfig().chain))
+    programs["all"] = chain_program(list(SamplingParams().chain))
     read = [sys.executable, "-m", "benchmarks.bundles", "--topology", args.topology]
     kernels = json.loads(subprocess.run(read, check=True, stdout=subprocess.PIPE).stdout)
     print("| program | processor seconds of the compiler | ms (roof) | ms (cycles) | worst |")

@@ -29,7 +29,7 @@ from dlm_jax.config import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
-    SampleConfig,
+    SamplingParams,
     TrainConfig,
 )
 
@@ -187,7 +187,7 @@ def measure(row: Row, options: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def sampling_step(
     model: ModelConfig,
-    sample: SampleConfig,
+    sample: SamplingParams,
     mesh: Any,
     rows: int,
     positions: int,
@@ -261,7 +261,7 @@ def measure_sampled(row: Sampled, options: tuple[str, ...] = ()) -> dict[str, An
     from dlm_jax.training.plan import torus_of
 
     mesh = make_mesh(MeshConfig(fsdp=row.fsdp), topology_devices(row.topology))
-    sample = SampleConfig(
+    sample = SamplingParams(
         cache=row.cache, block_length=32, order="low_confidence", chain=("temperature",), steps=128
     )
     model = ModelConfig(**model_of(row))

@@ -31,7 +31,7 @@ from dlm_jax.config import (
     MeshConfig,
     ModelConfig,
     ObjectiveConfig,
-    SampleConfig,
+    SamplingParams,
 )
 from dlm_jax.data import Tokenizer
 from dlm_jax.distributed.costs import Mode, cost
@@ -115,7 +115,7 @@ def abstract_model(case: Case, mesh: Mesh, cache: str, options: tuple[str, ...])
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, "bfloat16", sharding=place),
         shapes, places,
     )  # fmt: skip
-    sample = SampleConfig(**case.settings | {"cache": cache})
+    sample = SamplingParams(**case.settings | {"cache": cache})
     config = Config(
         model=case.model, data=DataConfig(seq_len=CANVAS), sample=sample,
         objective=ObjectiveConfig(process=case.process),

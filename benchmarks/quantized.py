@@ -20,7 +20,7 @@ import dlm_jax
 from benchmarks.pods import Sampled, model_of, sampling_step
 from benchmarks.quality import judged_bits
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
+from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
 from dlm_jax.data import load_corpus, validation_windows
 from dlm_jax.distributed.costs import cost
 from dlm_jax.distributed.mesh import topology_devices
@@ -90,7 +90,7 @@ def print_steps(
 ) -> None:
     mesh = make_mesh(MeshConfig(fsdp=fsdp), topology_devices(topology))
     shape = ModelConfig(**model_of(Sampled(name, topology, num_rows, fsdp)))
-    sample = SampleConfig(order="low_confidence", chain=("temperature",), steps=8)
+    sample = SamplingParams(order="low_confidence", chain=("temperature",), steps=8)
     print("| parameters | arguments GiB | temporaries GiB | step ms (roof / cycles) | compiled s |")
     print("| --- | --- | --- | --- | --- |")
     for kind in (None, *KINDS):

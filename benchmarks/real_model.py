@@ -313,8 +313,8 @@ def show_plan(args: argparse.Namespace) -> None:
             print(line)
 
 
-def _left_to_right() -> configs.SampleConfig:
-    return configs.SampleConfig(order="left_to_right")
+def _left_to_right() -> configs.SamplingParams:
+    return configs.SamplingParams(order="left_to_right")
 
 
 # Evaluate.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.scenes import ROWS, place, scene
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.transforms import Chain
@@ -43,7 +43,7 @@ def by_chunks(fn: Callable[..., jax.Array], num: int) -> Callable[..., jax.Array
 
 def chain_of(**settings: Any) -> Chain:
     """The default chain with one setting for all rows."""
-    return BUILT_IN.pack_chain([SampleConfig(**settings)] * ROWS, ModelFacts(vocab_size=VOCAB))
+    return BUILT_IN.pack_chain([SamplingParams(**settings)] * ROWS, ModelFacts(vocab_size=VOCAB))
 
 
 def run_chain(num: int) -> Callable[..., jax.Array]:

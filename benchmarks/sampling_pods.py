@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import bundles
 from benchmarks.pods import MODELS, measured_apart, parser_of
-from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
+from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
 from dlm_jax.devices import used
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.costs import Cost, Mode, cost
@@ -218,7 +218,7 @@ def rest(
     program = Program(
         network, mask, chunk=max(256, 2**24 // network.vocab_size), rows=split, banned_ids=(mask,)
     )
-    sample = SampleConfig(
+    sample = SamplingParams(
         chain=("temperature",), block_length=BLOCK, steps=128, order="low_confidence"
     )
     keyed = type("Row", (), vars(sample) | {"seed": 0, "capacity": 0})

@@ -15,8 +15,9 @@ from dlm_jax.settings import ABOVE_ZERO, FINITE, INT_LIMIT, Setting
 _HEAD = """# Settings
 
 Every setting of a request is also a keyword of `dlm_jax.generate`, a flag of `sample.py` (with
-dashes for underscores), a field of `SampleConfig`, and a recommendation in a config's `[sample]`.
-Those under "Presets" reproduce other programs: presets and configs set them, requests do not.
+dashes for underscores), a field of `SamplingParams`, and a recommendation in a config's `[sample]`.
+Those under "Presets" reproduce other programs or serve studies: presets, configs and keywords set
+them; flags and requests do not.
 `python -m benchmarks.settings_page` prints this page from the declarations of the rules.
 """
 _KINDS = {

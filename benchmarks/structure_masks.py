@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import ModelConfig, SampleConfig
+from dlm_jax.config import ModelConfig, SamplingParams
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
@@ -60,7 +60,7 @@ def _row(size: int, order: str, args: argparse.Namespace) -> None:
     shape = ModelConfig(depth=4, width=160, heads=5, vocab_size=tokenizer.vocab_size)
     network = build(shape)
     model = Model(network, jax.jit(network.init)(jax.random.key(0)), tokenizer, max_length=128,
-                  sample=SampleConfig(chain=("temperature",), order=order, steps=120))  # fmt: skip
+                  sample=SamplingParams(chain=["temperature"], order=order, steps=120))  # fmt: skip
     pattern = regex_of_schema(SCHEMA)
     automaton = model.structures.automaton(pattern)
     times: dict[str, list[float]] = {"": [], pattern: []}

@@ -1,7 +1,8 @@
 """dlm_jax: masked diffusion language models in JAX.
 
 The public names, which docs/api.md lists, are imported on first use, so that a subpackage can be
-imported without the dependencies of the model and of checkpoints.
+imported without the dependencies of the model and of checkpoints. Rules and what they are written
+with are public in their subpackages, such as `dlm_jax.sampling.commit`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlm_jax.config import MeshConfig as MeshConfig
-    from dlm_jax.config import SampleConfig as SampleConfig
+    from dlm_jax.config import SamplingParams as SamplingParams
     from dlm_jax.inference.candidates import Candidates as Candidates
     from dlm_jax.inference.engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.engine import Engine as Engine
@@ -38,16 +39,35 @@ if TYPE_CHECKING:
     from dlm_jax.inference.token_logprobs import DecodingRow as DecodingRow
     from dlm_jax.inference.token_logprobs import order_logprobs as order_logprobs
     from dlm_jax.published.hub import push_to_hub as push_to_hub
-    from dlm_jax.sampling.commit import *  # noqa: F403
-    from dlm_jax.sampling.edits import *  # noqa: F403
-    from dlm_jax.sampling.kv_cache import *  # noqa: F403
+    from dlm_jax.sampling.commit import CommitRule as CommitRule
+    from dlm_jax.sampling.commit import Threshold as Threshold
+    from dlm_jax.sampling.commit import certain as certain
+    from dlm_jax.sampling.commit import most as most
+    from dlm_jax.sampling.commit import most_confident as most_confident
+    from dlm_jax.sampling.edits import EditRule as EditRule
+    from dlm_jax.sampling.edits import delete_at as delete_at
+    from dlm_jax.sampling.edits import deletion_scores as deletion_scores
+    from dlm_jax.sampling.edits import gap_scores as gap_scores
+    from dlm_jax.sampling.edits import insert_at as insert_at
+    from dlm_jax.sampling.edits import token_uncertainty as token_uncertainty
+    from dlm_jax.sampling.kv_cache import KVCache as KVCache
     from dlm_jax.sampling.loop import advance as advance
-    from dlm_jax.sampling.noise import *  # noqa: F403
-    from dlm_jax.sampling.propose import *  # noqa: F403
-    from dlm_jax.sampling.remask import *  # noqa: F403
+    from dlm_jax.sampling.noise import NoiseRule as NoiseRule
+    from dlm_jax.sampling.propose import FillRule as FillRule
+    from dlm_jax.sampling.propose import Wavefront as Wavefront
+    from dlm_jax.sampling.propose import parallel_fill as parallel_fill
+    from dlm_jax.sampling.propose import wavefront_fill as wavefront_fill
+    from dlm_jax.sampling.remask import RemaskRule as RemaskRule
+    from dlm_jax.sampling.remask import Renoise as Renoise
     from dlm_jax.sampling.replay import Trace as Trace
     from dlm_jax.sampling.row import Counters as Counters
-    from dlm_jax.sampling.transforms import *  # noqa: F403
+    from dlm_jax.sampling.transforms import LogitTransform as LogitTransform
+    from dlm_jax.sampling.transforms import MinP as MinP
+    from dlm_jax.sampling.transforms import Temperature as Temperature
+    from dlm_jax.sampling.transforms import TopK as TopK
+    from dlm_jax.sampling.transforms import TopP as TopP
+    from dlm_jax.sampling.transforms import chain as chain
+    from dlm_jax.sampling.transforms import sample_logits as sample_logits
     from dlm_jax.settings import ABOVE_ZERO as ABOVE_ZERO
     from dlm_jax.settings import BELOW_ONE as BELOW_ONE
     from dlm_jax.settings import Setting as Setting
@@ -65,7 +85,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _NAMES = {
-    "config": "MeshConfig SampleConfig",
+    "config": "MeshConfig SamplingParams",
     "inference.candidates": "Candidates",
     "inference.engine": "AsyncEngine Engine EngineFullError",
     "inference.generate": "Texts chain_report generate stream",
@@ -76,6 +96,13 @@ _NAMES = {
     "inference.scoring": "Score corrupted_share score",
     "inference.token_logprobs": "DecodingRow order_logprobs",
     "published.hub": "push_to_hub",
+    "sampling.kv_cache": "KVCache",
+    "sampling.commit": "CommitRule Threshold certain most most_confident",
+    "sampling.edits": "EditRule delete_at deletion_scores gap_scores insert_at token_uncertainty",
+    "sampling.noise": "NoiseRule",
+    "sampling.propose": "FillRule Wavefront parallel_fill wavefront_fill",
+    "sampling.remask": "RemaskRule Renoise",
+    "sampling.transforms": "LogitTransform MinP Temperature TopK TopP chain sample_logits",
     "sampling.loop": "advance",
     "sampling.replay": "Trace",
     "sampling.row": "Counters",
@@ -84,27 +111,25 @@ _NAMES = {
     "types": "CachedTrunk Inside Network Status Window",
 }
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names.split()}
-_ROOMS = tuple(
-    f"sampling.{kind}"
-    for kind in ("kv_cache", "commit", "edits", "noise", "propose", "remask", "transforms")
-)
-"""Subpackages of rules, whose public names this package exports."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
-    if name in _HOME_OF:
-        return getattr(_room(_HOME_OF[name]), name)
-    for room in () if name.startswith("_") else map(_room, _ROOMS):
-        if name in room.__all__:
-            return getattr(room, name)
-    raise AttributeError(f"module 'dlm_jax' has no attribute {name!r}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'dlm_jax' has no attribute {name!r}{_advice(name)}")
+    return getattr(importlib.import_module(f"dlm_jax.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOME_OF, *(name for room in _ROOMS for name in _room(room).__all__)])
+    return sorted(_HOME_OF)
 
 
-def _room(name: str) -> Any:
-    return importlib.import_module(f"dlm_jax.{name}")
+def _advice(name: str) -> str:
+    """Where a rule or a record of a rule is that is public in its subpackage."""
+    if name.startswith("_"):
+        return ""
+    for kind in ("cache", "commit", "edits", "noise", "propose", "remask", "transforms"):
+        if name in importlib.import_module(f"dlm_jax.sampling.{kind}").__all__:
+            return f"; it is in dlm_jax.sampling.{kind}"
+    return ""

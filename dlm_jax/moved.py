@@ -41,6 +41,19 @@ _OTHERS = {
 }
 
 
+_MEMBERS = {
+    **dict.fromkeys(("measure", "observe", "weighed"), "score"),
+    **dict.fromkeys(("reads_head", "map_blocks", "rereads", "goes_on"), "needs"),
+    **dict.fromkeys(("start_memory", "remembers_ids"), "init"),
+    "remember": "the state that select returns",
+    "log_chance": "log_prob",
+    "renews": "NoiseRule",
+    "patience": "rewrites",
+    "rewrite_steps_B": "rewrites",
+}
+"""Members of rules in version 0.2, and where they are."""
+
+
 def moved(name: str) -> str:
     """Advice for a setting, flag or ``setting=value`` that left the core; empty for others."""
     name = name.lstrip("-").replace("-", "_")
@@ -51,3 +64,8 @@ def moved(name: str) -> str:
         return ""
     module = f"dlm_jax.contrib.{home}"
     return f"it is in {module}: pass --rules {module}, or in Python rules={module}"
+
+
+def moved_member(name: str) -> str:
+    """Advice for a member of a rule of version 0.2; empty for others."""
+    return f"which is {_MEMBERS[name]} now; see docs/own_rules.md" if name in _MEMBERS else ""

@@ -85,11 +85,12 @@ class Setting:
       parse: converts and validates a given value, replacing the checks of `checked`.
       hint: type of the values if it differs from the type of `default`.
       resets: settings that a value other than False returns to their defaults if no value is given
-        with it; see `dlm_jax.config.layered`.
+        with it; see `dlm_jax.sampling.params.layered`.
       aliases: names of the setting in other programs. Errors about them name the setting, and the
         server accepts them.
-      is_preset: whether the setting belongs to presets and recommendations, which reproduce other
-        programs: it is no flag, and no key or field of a request.
+      is_preset: whether the setting belongs to presets, recommendations and studies: it is a
+        keyword in Python and a key of a config's ``[sample]``, but no flag, and no key or field of
+        a request.
     """
 
     name: str
@@ -132,33 +133,31 @@ class Setting:
             return self.parse(value)
         if self.choices is not None:
             return self._chosen(value)
+        why = ""
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if self.kind in (bool, str):
-            if not isinstance(value, self.kind):
-                raise self._refused(value, f"is not a {self.kind.__name__}")
-            return value
-        is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
-        if self.kind is int and not is_integer:
-            raise self._refused(value, "is not an integer")
-        if not isinstance(value, numbers.Real) or isinstance(value, bool):
-            raise self._refused(value, "is not a number")
-        low, high, number = self.low, self.high, typing.cast(float, value)
-        if self.kind is int:
-            low, high = max(low, -INT_LIMIT), INT_LIMIT if high == FINITE else high
-        if not low <= number <= high:  # NaN fails every comparison
-            begin = "(0" if low == ABOVE_ZERO else f"[{low:.10g}"
-            end = "1)" if high == BELOW_ONE else f"{high:.10g}]"
-            raise self._refused(value, f"is outside {begin}, {end}")
-        return int(number) if self.kind is int else value
-
-    def _refused(self, value: Any, why: str) -> SettingError:
-        return SettingError(self.name, value, why, self.remedy or f"use {self.default!r}, say")
+            why = "" if isinstance(value, self.kind) else f"is not a {self.kind.__name__}"
+        elif self.kind is int and (not hasattr(value, "__index__") or isinstance(value, bool)):
+            why = "is not an integer"
+        elif not is_number:
+            why = "is not a number"
+        else:
+            low, high, number = self.low, self.high, typing.cast(float, value)
+            if self.kind is int:
+                low, high = max(low, -INT_LIMIT), INT_LIMIT if high == FINITE else high
+            if not low <= number <= high:  # NaN fails every comparison
+                begin = "(0" if low == ABOVE_ZERO else f"[{low:.10g}"
+                end = "1)" if high == BELOW_ONE else f"{high:.10g}]"
+                why = f"is outside {begin}, {end}"
+        require(not why, self.name, value, why, self.remedy or f"use {self.default!r}, say")
+        return typing.cast(int, value).__index__() if self.kind is int else value
 
     def _chosen(self, value: Any) -> Any:
         choices = self.choices or {}
         if isinstance(value, str) and value in choices:
             return value
         if callable(value) and all(map(callable, choices.values())):
-            return next((name for name, found in choices.items() if found is value), value)
+            return self.named(value)
         advice = moved(f"{self.name.rpartition('.')[2]}={value}")
         advice = advice or f"did you mean {closest(str(value)[:60], choices)!r}?"
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
@@ -296,6 +295,15 @@ class Rule:
         return cls(**values)
 
     @classmethod
+    def static_values(cls, row: Any) -> tuple[Any, ...]:
+        """The static settings of the rule in a row."""
+        found = [field.metadata for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        found = [meta for meta in found if meta.get("static")]
+        names = [meta["setting"].name for meta in found if "setting" in meta]
+        names += [meta["reads"] for meta in found if "reads" in meta]
+        return tuple(getattr(row, name) for name in names)
+
+    @classmethod
     def pack(cls, rows: Sequence[Any], facts: Any) -> Any:
         """The result of `columns` on the device; compiled functions may close over the arrays."""
         return on_device(cls.columns(rows, facts))
@@ -304,14 +312,6 @@ class Rule:
 def on_device(packed: Any) -> Any:
     """The pytree with its host arrays as device arrays."""
     return jax.tree.map(jnp.asarray, packed)
-
-
-def static_values(cls: type, row: Any) -> tuple[Any, ...]:
-    """The static settings of the rule `cls` in a row."""
-    found = [field.metadata for field in dataclasses.fields(cls) if field.metadata.get("static")]
-    names = [meta["setting"].name for meta in found if "setting" in meta]
-    names += [meta["reads"] for meta in found if "reads" in meta]
-    return tuple(getattr(row, name) for name in names)
 
 
 @dataclass_transform(frozen_default=True)
@@ -525,7 +525,7 @@ def renamed(name: str, known: Collection[str], settings: Mapping[str, Setting]) 
         return advice
     for setting in settings.values():
         if last == setting.name and setting.is_preset:
-            return "a preset sets it: --preset, or Model.preset in Python"
+            return "a preset sets it: --preset, or a keyword in Python, or [sample] of a config"
         if last in setting.aliases:
             for shown in (prefix + setting.name, prefix + setting.name.replace("_", "-")):
                 if shown in known:

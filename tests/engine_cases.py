@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import toy_model
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.request import Request, make_requests
 from dlm_jax.inference.results import Row
@@ -17,7 +17,7 @@ from dlm_jax.types import Status
 # A token a step, so that a request takes as many steps as it asks for tokens.
 MODEL = dataclasses.replace(
     toy_model.MODEL,
-    sample=SampleConfig(order="left_to_right", chain=("temperature",), ignore_eos=True),
+    sample=SamplingParams(order="left_to_right", chain=("temperature",), ignore_eos=True),
 )
 SLOTS = 2
 DRAWS = ("inverse_cdf", "gumbel")

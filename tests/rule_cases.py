@@ -16,12 +16,12 @@ import toy
 from canvases import Row
 from jax.sharding import NamedSharding
 
-from dlm_jax.config import SampleConfig
-from dlm_jax.config.schema import settings_of
+from dlm_jax.config import SamplingParams
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.processes import Uniform
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.noise import NoiseRule
+from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable
 from dlm_jax.sampling.transforms import chain
@@ -180,10 +180,10 @@ def _case(name: str) -> dict[str, Any]:
     return CASES.get(name) or OTHERS.get(name, {})
 
 
-def samples(name: str, count: int, seed: int = 0) -> list[SampleConfig]:
+def samples(name: str, count: int, seed: int = 0) -> list[SamplingParams]:
     """Settings of that many rows, whose numbers differ."""
     rng, table = np.random.default_rng(200 + seed), _table(name)
-    made = settings_of(table)
+    made = params_of(table)
     return [
         made(**_others(np.random.default_rng([500 + seed, index]), index, table) | dict(
             **_case(name) | (_edits(rng, index) if has_edits(name) else {}) | _limits(name),
@@ -312,13 +312,13 @@ def advance(name: str) -> Advance:
 
 def make_state(
     name: str,
-    slots: Sequence[tuple[Row, SampleConfig] | None],
+    slots: Sequence[tuple[Row, SamplingParams] | None],
     *,
     positions: int = canvases.POSITIONS,
 ):
     """The state before the first step, one slot per row; None is an idle slot."""
     table = _table(name)
-    settings = [slot[1] if slot else settings_of(table)(**_case(name)) for slot in slots]
+    settings = [slot[1] if slot else params_of(table)(**_case(name)) for slot in slots]
     rows = [slot and slot[0] for slot in slots]
     if name != OWN:
         packed = table.pack(settings, FACTS)

@@ -10,13 +10,13 @@ import toy
 import toy_model
 
 import dlm_jax.config as configs
-from dlm_jax.config import Config, DataConfig, SampleConfig
+from dlm_jax.config import Config, DataConfig, SamplingParams
 from dlm_jax.store import Checkpoints
 
 CONFIG = Config(
     model=toy.config(vocab_size=toy_model.TOKENIZER.vocab_size),
     data=DataConfig(seq_len=toy_model.MODEL.max_length),
-    sample=SampleConfig(steps=6, temperature=0.8),
+    sample=SamplingParams(steps=6, temperature=0.8),
 )
 
 

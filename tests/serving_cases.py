@@ -12,7 +12,7 @@ import httpx
 import openai
 import toy_model
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.published import TextTemplate
@@ -26,7 +26,7 @@ CHAT = TextTemplate(
 )
 MODEL = dataclasses.replace(
     toy_model.MODEL,
-    sample=SampleConfig(
+    sample=SamplingParams(
         order="left_to_right",
         chain=("bias", "penalties", "temperature", "top_k", "top_p", "min_p"),
         steps=8,

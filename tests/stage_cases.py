@@ -10,7 +10,7 @@ import numpy as np
 import toy
 from jax.sharding import Mesh
 
-from dlm_jax.config import Config, HeadsConfig, MeshConfig, SampleConfig, TrainConfig
+from dlm_jax.config import Config, HeadsConfig, MeshConfig, SamplingParams, TrainConfig
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.objectives import Batch, Mixture, ObjectiveConfig, denoising, elbo
@@ -56,13 +56,16 @@ class Tokenizer:
 
 
 def records(
-    heads: HeadsConfig, place: Mesh | None = None, sample: SampleConfig | None = None, **model: Any
+    heads: HeadsConfig,
+    place: Mesh | None = None,
+    sample: SamplingParams | None = None,
+    **model: Any,
 ) -> tuple[Head, ...]:
     """The records of the heads of a model, by default of all that a flag adds."""
     config = Config(
         model=toy.config(**(model or WITH_HEADS)),
         heads=heads,
-        sample=sample or SampleConfig(),
+        sample=sample or SamplingParams(),
         train=TrainConfig(init_from="another run"),
     )
     setup = Setup(config, cast(Any, Tokenizer()), place or mesh())

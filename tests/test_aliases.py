@@ -8,9 +8,9 @@ import toy_model
 import dlm_jax
 from dlm_jax.batch.request_file import RequestFile
 from dlm_jax.cli import sample, train
-from dlm_jax.config import SampleConfig, from_dict
+from dlm_jax.config import SamplingParams, from_dict
 
-SETTINGS = SampleConfig.table.settings
+SETTINGS = SamplingParams.table.settings
 ALIASES = [alias for setting in SETTINGS.values() for alias in setting.aliases]
 
 
@@ -31,7 +31,7 @@ def _generate(name, tmp_path, capsys):
 def _request(name, tmp_path, capsys):
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps({"prompt": "The", name: 1}))
-    (line,) = RequestFile(path, known=list(SampleConfig.table.request_settings))
+    (line,) = RequestFile(path, known=list(SamplingParams.table.request_settings))
     raise ValueError(line.error)
 
 

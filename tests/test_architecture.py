@@ -122,15 +122,23 @@ def _public() -> set[str]:
     return found
 
 
-def test_contrib_imports_public_names_alone_and_nothing_imports_contrib():
+FRONT = ("contrib", "serving", "harness", "viewing")
+"""Applications and extensions, which stand in front of the core's doors."""
+
+
+def test_applications_and_contrib_import_public_names_alone_and_nothing_imports_contrib():
     public = _public()
     for path in FILES:
         own = {name for name in _imports(path) if f"{name}.".startswith("dlm_jax.")}
-        inside = {name for name in own if f"{name}.".startswith("dlm_jax.contrib.")}
-        if _room(path) == "contrib":
+        inside = {name for name in own if f"{name}.".startswith(f"dlm_jax.{_room(path)}.")}
+        if _room(path) in FRONT:
             assert own - inside - {"dlm_jax"} <= public, path
-        else:
-            assert not inside, path
+        if _room(path) != "contrib":
+            assert not any(f"{name}.".startswith("dlm_jax.contrib.") for name in own), path
+
+
+def test_the_public_names_fit_on_a_page():
+    assert len(dlm_jax.__all__) <= 80
 
 
 @pytest.mark.slow

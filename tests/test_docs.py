@@ -17,12 +17,12 @@ import dlm_jax
 import dlm_jax.config as configs
 from benchmarks import causal_to_diffusion, settings_page
 from dlm_jax.cli.common import PRESET
-from dlm_jax.config import Config, DataConfig, SampleConfig
-from dlm_jax.config.schema import PRESETS
+from dlm_jax.config import Config, DataConfig, SamplingParams
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.noise import NoiseRule
+from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.store import Checkpoints
 
@@ -62,7 +62,7 @@ def model():
     """A toy in the place of the quickstart's model; its short chain compiles fast."""
     tokenizer = CharacterTokenizer.of(string.printable)
     network = build(toy.config(vocab_size=tokenizer.vocab_size))
-    sample = SampleConfig(steps=4, chain=("temperature",))
+    sample = SamplingParams(steps=4, chain=("temperature",))
     return Model(network, toy.random_params(network), tokenizer, max_length=32, sample=sample)
 
 
@@ -197,7 +197,7 @@ def quickstart(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     tokenizer = CharacterTokenizer.of(string.printable)
     model = toy.config(vocab_size=tokenizer.vocab_size)
-    config = Config(model=model, data=DataConfig(seq_len=32), sample=SampleConfig(steps=4))
+    config = Config(model=model, data=DataConfig(seq_len=32), sample=SamplingParams(steps=4))
     meta = {
         "config": configs.to_dict(config),
         "tokenizer": tokenizer.to_json(),

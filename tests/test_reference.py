@@ -12,9 +12,9 @@ import pytest
 
 import dlm_jax
 from dlm_jax.cli import sample, server
-from dlm_jax.config import Config, SampleConfig
-from dlm_jax.config.schema import PRESETS
+from dlm_jax.config import Config, SamplingParams
 from dlm_jax.inference import request
+from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.serving.protocol import Chat, Completion
 
@@ -28,7 +28,7 @@ HERE = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[-1]
 @functools.cache
 def _flags() -> set[str]:
     parsers: list[argparse.ArgumentParser] = [
-        sample.make_parser(SampleConfig), server.make_parser()
+        sample.make_parser(SamplingParams), server.make_parser()
     ]  # fmt: skip
     return {flag for parser in parsers for flag in parser._option_string_actions}
 
@@ -67,7 +67,7 @@ def _exists(name: str) -> bool:
         *Completion.model_fields,
         *PRESETS,
         *request.PROMPT_KEYS,
-        *request._NOT_RULES,
+        *request._NOT_SETTINGS,
         *dir(dlm_jax),
     }
     return name in known or _is_reached(name)

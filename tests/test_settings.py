@@ -173,6 +173,10 @@ def test_a_value_within_its_range_is_kept(name, value):
         assert type(kept) is int
 
 
+def test_the_settings_of_a_request_fit_on_a_page():
+    assert len(BUILT_IN.request_settings) <= 70
+
+
 def test_a_setting_that_parses_keeps_what_it_made():
     assert KINDS["parsed"].checked("12") == (1, 2)
 

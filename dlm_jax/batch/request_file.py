@@ -326,10 +326,10 @@ def _explain(message: str, request: dict[str, Any]) -> str:
 @lru_cache(maxsize=1024)
 def _nearest(name: str, known: tuple[str, ...]) -> str:
     # Imported here, so that handling results does not import JAX.
-    from dlm_jax.config import SampleConfig
+    from dlm_jax.config import SamplingParams
     from dlm_jax.settings import nearest, renamed
 
-    return renamed(name, known, SampleConfig.declared) or nearest(name, known)
+    return renamed(name, known, SamplingParams.declared) or nearest(name, known)
 
 
 def _check_text(where: str, text: str) -> None:

@@ -19,7 +19,6 @@ from dlm_jax.distributed.partitions import digest_of, spans_processes, split_row
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.inference.reader import TextReader, stops_of
 from dlm_jax.inference.request import (
     Request,
@@ -30,6 +29,7 @@ from dlm_jax.inference.request import (
     with_chain_in_use,
 )
 from dlm_jax.inference.results import Row
+from dlm_jax.sampling.rules import classes_of, with_rules
 from dlm_jax.store.files import own_source
 from dlm_jax.types import Status
 
@@ -244,7 +244,7 @@ def accept_lines(
 ) -> Iterator[Accepted]:
     """Yields each line with its request or its error."""
     known = _Recent()
-    declared = with_rules(tuple(classes_of(settings.get("rules")))).settings.values()
+    declared = with_rules(settings.get("rules")).settings.values()
     lists = {setting.name for setting in declared if setting.is_list}
     for line in lines:
         common = dict(settings) | {"seed": (seed + line.first) % 2**32}
@@ -347,10 +347,6 @@ def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -
     pattern = own.get("structure") if pattern is None else pattern
     if not pattern:
         return own
-    declared = with_rules(tuple(classes_of(common.get("rules")))).settings
-    for name in ("fill", "block_length"):  # which `structured` reads
-        if name in own:
-            declared[name].checked(own[name])
     settings = configs.layered(common, own)
     length = settings.get("gen_length") or settings.get("max_length") or model.max_length
     needed = structured(model, settings, length)

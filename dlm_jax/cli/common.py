@@ -24,13 +24,12 @@ import jax.monitoring
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts
-from dlm_jax.config import MeshConfig, RowSettings
-from dlm_jax.config.schema import PRESETS
+from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model, load
-from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.model.quantized import KINDS
-from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.sampling.params import PRESETS
+from dlm_jax.sampling.rules import BUILT_IN, classes_of, with_rules
 from dlm_jax.settings import UNSET, Rule, SettingError, nearest
 from dlm_jax.store import not_finite
 from dlm_jax.store.weights import DEFAULT, SHIPPED
@@ -127,7 +126,7 @@ def import_rules(modules: str | None) -> list[type[Rule]]:
     """The rules in the modules given by ``--rules``."""
     names = [] if modules is None else modules.split(",")
     found = [cls for name in names for cls in classes_of(import_module(name, f"--rules {name}"))]
-    with_rules(tuple(found))  # checks them
+    with_rules(found)  # checks them
     return found
 
 
@@ -145,7 +144,7 @@ def import_sampler(name: str, where: str) -> HostSampler:
     return sampler
 
 
-def heads_line(model: dlm_jax.Model, sample: RowSettings) -> str:
+def heads_line(model: dlm_jax.Model, sample: SamplingParams) -> str:
     """A line with the heads of the model, and the fill and order in `sample`."""
     names = [f"{n} (not trained yet)" if n in model.untrained else n for n in model.heads]
     return f"heads: {', '.join(names) or 'none'}; fill={sample.fill}, order={sample.order}"

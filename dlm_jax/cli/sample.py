@@ -58,17 +58,17 @@ from dlm_jax.cli.ends import (
     say_error,
 )
 from dlm_jax.cli.sample_file import sample_file
-from dlm_jax.config import RowSettings, add_sample_flags, layered, parse_flags, sample_settings
-from dlm_jax.config.schema import settings_of
+from dlm_jax.config import SamplingParams, add_sample_flags, layered, parse_flags, sample_settings
 from dlm_jax.data import Tokenizer
 from dlm_jax.distributed.partitions import num_shares, split_rows
 from dlm_jax.distributed.processes import check_same_everywhere, run_together
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.generate import chain_report, texts_of
 from dlm_jax.inference.model import DTYPES
-from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.results import Row
 from dlm_jax.progress import Progress
+from dlm_jax.sampling.params import params_of
+from dlm_jax.sampling.rules import with_rules
 from dlm_jax.store.files import own_source, program_facts
 from dlm_jax.types import Params, Status
 from dlm_jax.viewing.frames import Frame, frame_of, special_names
@@ -107,7 +107,7 @@ def watched(
 _NOT_OF_A_ROW = ("num_samples", "batch_size")
 
 
-def make_parser(kind: type[RowSettings]) -> Parser:
+def make_parser(kind: type[SamplingParams]) -> Parser:
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     with refusals(), naming_flags():
         rules = _own_rules(argv)
-        kind = settings_of(with_rules(tuple(rules)))
+        kind = params_of(with_rules(rules))
         args, overrides = parse_flags(make_parser(kind), argv)
         given = {n: getattr(args, n) for n in kind.table.settings if hasattr(args, n)}
         settings = sample_settings(given, kind) | ({"rules": rules} if rules else {})

@@ -38,9 +38,9 @@ from dlm_jax.distributed.partitions import OwnRows, num_shares, split_rows
 from dlm_jax.distributed.processes import check_same_everywhere, gathered
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine, Report
-from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.progress import Progress
+from dlm_jax.sampling.rules import with_rules
 from dlm_jax.store.files import NO_SOURCE, source_digest
 
 
@@ -153,7 +153,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         sample = settings_of_call(model, settings | host)
     settings = settings | host
     with refusals(), contextlib.ExitStack() as stack:
-        known = with_rules(tuple(settings.get("rules", ()))).request_settings
+        known = with_rules(settings.get("rules", ())).request_settings
         lines = RequestFile(args.prompts, known=[*known, "infill"], num_samples=args.num_samples)
         described = describe_settings(settings)
         described |= {"seed": args.seed, "num_samples": args.num_samples}

@@ -44,13 +44,13 @@ from dlm_jax.cli.common import (
 )
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
 from dlm_jax.config import layered, parse_flags, sample_settings
-from dlm_jax.config.schema import settings_of
 from dlm_jax.data import HubTokenizer
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
-from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.published import ChatTemplate, TextTemplate, check_template, hub_id
+from dlm_jax.sampling.params import params_of
+from dlm_jax.sampling.rules import with_rules
 from dlm_jax.settings import Rule, nearest
 from dlm_jax.store.files import check_regular
 from dlm_jax.store.weights import DEFAULT
@@ -268,7 +268,7 @@ def _defaults(
     """The settings of a preset, overridden by those of ``--default``, and the custom rules. The
     result is validated.
     """
-    table = with_rules(tuple(rules))
+    table = with_rules(rules)
     own: dict[str, str] = {}
     for text in texts:
         name, is_given, value = text.partition("=")
@@ -286,7 +286,7 @@ def _defaults(
     if not own:
         return settings
     try:
-        settings = layered(settings, sample_settings(own, settings_of(table)), table=table)
+        settings = layered(settings, sample_settings(own, params_of(table)), table=table)
         settings_of_call(model, settings)
     except ValueError as error:
         why = re.sub("^(command line: )?--", "", str(error))

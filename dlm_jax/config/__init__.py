@@ -25,20 +25,17 @@ from dlm_jax.config.schema import (
     ObjectiveConfig,
     OptimConfig,
     RLConfig,
-    RowSettings,
-    SampleConfig,
     TrainConfig,
     Trait,
     declared,
     keys,
-    layered,
-    resolve,
     sections,
 )
+from dlm_jax.sampling.params import SamplingParams, layered, resolve
 
 __all__ = [
     "Config", "DataConfig", "HeadsConfig", "MeshConfig", "ModelConfig",
-    "ObjectiveConfig", "OptimConfig", "POLICY_LOSSES", "RLConfig", "RowSettings", "SampleConfig",
+    "ObjectiveConfig", "OptimConfig", "POLICY_LOSSES", "RLConfig", "SamplingParams",
     "TRACKERS", "TrainConfig", "Trait", "add_flags", "add_sample_flags", "declared",
     "differing", "flat", "from_dict", "keys", "layered", "load", "override", "parse_flags",
     "resolve", "sample_settings", "sections", "shipped", "to_dict", "to_toml",

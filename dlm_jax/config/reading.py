@@ -22,7 +22,8 @@ from typing import Any
 
 import msgspec
 
-from dlm_jax.config.schema import Config, RowSettings, SampleConfig, declared, sections
+from dlm_jax.config.schema import Config, declared, sections
+from dlm_jax.sampling.params import SamplingParams
 from dlm_jax.settings import Setting, SettingError, closest, renamed
 
 
@@ -115,7 +116,7 @@ def _build(given: Mapping[str, Any]) -> Config:
 
 
 def sample_settings(
-    texts: Mapping[str, str], kind: type[RowSettings] = SampleConfig
+    texts: Mapping[str, str], kind: type[SamplingParams] = SamplingParams
 ) -> dict[str, Any]:
     """Parses the texts of sampling settings; the keys are field names of `kind`.
 
@@ -159,7 +160,7 @@ def _split(text: str, hint: Any) -> Any:
 def _check_known(name: str, known: Mapping[str, Any], *, where: str, what: str) -> None:
     if name in known:
         return
-    advice = renamed(name, known, SampleConfig.declared)
+    advice = renamed(name, known, SamplingParams.declared)
     advice = advice or f"did you mean {closest(name, known)!r}?"
     raise ValueError(f"{where}: unknown {what} {name!r}; {advice}")
 
@@ -220,7 +221,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sample_flags(
-    parser: argparse.ArgumentParser, kind: type[RowSettings] = SampleConfig
+    parser: argparse.ArgumentParser, kind: type[SamplingParams] = SamplingParams
 ) -> None:
     """Adds one flag per field of `kind`, without a default and with dashes for underscores."""
     group = parser.add_argument_group(
@@ -260,7 +261,7 @@ def parse_flags(
     if unknown:
         flags = [option for action in parser._actions for option in action.option_strings]
         name = unknown[0].partition("=")[0]
-        advice = renamed(name, flags, SampleConfig.declared) if name.startswith("-") else ""
+        advice = renamed(name, flags, SamplingParams.declared) if name.startswith("-") else ""
         advice = advice or f"did you mean {closest(name, flags)!r}?"
         raise ValueError(f"command line: unknown argument {name!r}; {advice}")
     keys = declared()

@@ -8,19 +8,14 @@ them, those of a head in its file, and this module declares all other keys.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from dlm_jax.config.rope import read_scaling
 from dlm_jax.diffusion.objectives import ObjectiveConfig
 from dlm_jax.distributed.mesh import MeshConfig
 from dlm_jax.heads import HEADS
-from dlm_jax.sampling.noise import NoiseRule
-from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import BUILT_IN, RuleTable
-from dlm_jax.sampling.transforms.transform import is_greedy
+from dlm_jax.sampling.params import SamplingParams
 from dlm_jax.settings import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -30,7 +25,6 @@ from dlm_jax.settings import (
     SettingError,
     Trait,
     names_of,
-    nearest,
     require,
     section,
     setting,
@@ -342,128 +336,6 @@ class RLConfig(Section):
         "report and exclude the sample (leave_out)",
         choices=("stop", "leave_out"),
     )
-
-
-class RowSettings(Section):
-    """Validated settings of one row, declared by a table of rules.
-
-    The defaults do not change the samples.
-    """
-
-    table: ClassVar[RuleTable] = BUILT_IN
-
-    if TYPE_CHECKING:
-        __dataclass_fields__: ClassVar[dict[str, Any]]
-
-        def __init__(self, **settings: Any): ...
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def check(self) -> None:
-        for rule in (RowParams, *self.table.checks(self)):
-            rule.check(self)
-
-    @property
-    def is_greedy(self) -> bool:
-        """True if every token is the argmax."""
-        return is_greedy(self)
-
-    @property
-    def remasks(self) -> bool:
-        """True if tokens can be remasked."""
-        return self.remask != "none" and self.table.remask[self.remask].is_used(self)
-
-    @property
-    def edits(self) -> bool:
-        """True if the length of the row can change."""
-        return self.table.named("edit", self) is not None
-
-    @property
-    def renoises(self) -> bool:
-        """True if tokens can be overwritten before a forward pass."""
-        return self.table.named("renoise", self) is not None
-
-    @property
-    def refines(self) -> bool:
-        """True if existing tokens can change, as required for drafts."""
-        is_noise = issubclass(self.table.commit[self.order], NoiseRule)
-        return self.remasks or self.resample or self.edits or self.renoises or is_noise
-
-
-@functools.lru_cache(maxsize=64)
-def settings_of(table: RuleTable) -> type[RowSettings]:
-    """A frozen dataclass with one field per setting of a rule table.
-
-    Raises:
-      ValueError: the default of a setting is invalid.
-    """
-    defaults = {name: s.checked(s.default) for name, s in table.settings.items()}
-    fields = [(name, s.annotation, defaults[name]) for name, s in table.settings.items()]
-    namespace = {
-        "table": table,
-        "declared": table.settings,
-        "traits": dict.fromkeys(defaults, Trait.FREE),
-        "defaults": defaults,
-        "__doc__": "Recommended sampling settings, stored in checkpoints and used as defaults.",
-    }
-    return dataclasses.make_dataclass(
-        "SampleConfig", fields, bases=(RowSettings,), namespace=namespace, frozen=True, kw_only=True
-    )
-
-
-if TYPE_CHECKING:
-
-    class SampleConfig(RowSettings):
-        """Recommended sampling settings, stored in checkpoints and used as defaults."""
-
-else:
-    SampleConfig = settings_of(BUILT_IN)
-
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # One step of variable-length edits: edit, re-noise, run the network, and write every token that
-    # is not given. Re-noising has a separate schedule and is off by default.
-    "variable_length": {
-        "edit": True, "edit_scoring": "uncertainty", "edit_token": "space",
-        "edit_schedule": "cosine", "insert_ratio_start": 0.04, "insert_ratio_end": 0.0,
-        "delete_ratio_start": 0.04, "delete_ratio_end": 0.0,
-        "delete_margin": 0.02, "delete_lambda": 0.3, "cooldown_distance": 1, "overflow": "trim",
-        "length_target_mode": "none", "resample": True, "order": "random", "schedule": "all",
-        "fill": "parallel", "remask": "none", "block_length": 0, "cache": "none",
-    },
-}  # fmt: skip
-"""Presets for every model: keyword arguments of `dlm_jax.generate`; see ``--preset NAME``."""
-
-
-def layered(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> dict[str, Any]:
-    """Layers of settings in one mapping. Later layers take precedence, and None is an empty layer.
-
-    A value also removes the settings that it resets (`Setting.resets_of`) from earlier layers.
-    """
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        for name, value in (layer or {}).items():
-            for other in table.settings[name].resets_of(value) if name in table.settings else ():
-                merged.pop(other, None)
-        merged |= layer or {}
-    return merged
-
-
-def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> SampleConfig:
-    """Merges layers of settings as `layered` does. Pass a checkpoint's recommendations first and
-    explicit values last. A value overrides earlier layers even if it equals the built-in default.
-
-    Raises:
-      ValueError: a name is unknown (the message suggests the nearest known name), or a value is out
-          of range.
-    """
-    merged = layered(*layers, table=table)
-    for name, value in merged.items():
-        if name not in table.settings:
-            raise ValueError(
-                f"{name}={value!r} is not a sampling setting; {nearest(name, table.settings)}"
-            )
-    return settings_of(table)(**merged)  # type: ignore[return-value]
 
 
 _MOST_WIDTH = 2**20
@@ -1008,7 +880,7 @@ class Config:
     rl: RLConfig = dataclasses.field(default_factory=RLConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+    sample: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
         self._check_run()

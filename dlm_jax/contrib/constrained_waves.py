@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax import CommitRule, Constrained, FillInput, FillOutput, per_row, rule
+from dlm_jax import CommitRule, per_row, rule
+from dlm_jax.sampling.propose import Constrained, FillInput, FillOutput
 from dlm_jax.sampling.rule_tools import (
     GIVEN,
     NEVER,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import EditContext, Uncertainty, rule
+from dlm_jax import rule
+from dlm_jax.sampling.edits import EditContext, Uncertainty
 from dlm_jax.sampling.rule_tools import may_be_led
 
 

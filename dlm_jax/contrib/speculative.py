@@ -9,17 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax import (
-    At,
-    FillInput,
-    FillOutput,
-    FillRule,
-    LogitTransform,
-    Parallel,
-    rule,
-)
+from dlm_jax import FillRule, LogitTransform, rule
 from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling.propose import FillInput, FillOutput, Parallel
 from dlm_jax.sampling.rule_tools import at_places, fold, logits, put, salted, steps_needed
+from dlm_jax.sampling.transforms import At
 from dlm_jax.settings import UNSET, SettingError, require_values
 
 _SALT = 0x73706563

@@ -86,7 +86,7 @@ def generate(
       max_candidates: maximum number of candidates per position for host samplers and
         read-back.
       on_commits: called with the number of tokens written since the last call.
-      **settings: fields of `SampleConfig` for all rows (``temperature=0.7``, ``top_k=40``,
+      **settings: fields of `SamplingParams` for all rows (``temperature=0.7``, ``top_k=40``,
         ``steps=64``, ``order="low_confidence"``, ...), or rule objects, whose fields contain one
         value for all rows or one per row (``commit=Threshold(0.9)``,
         ``transforms=[Temperature(0.7), TopP(0.9)]``, ``fill``, ``remask``, ``edit``, ``renoise``).

@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import dlm_jax.config as configs
 from dlm_jax import store
-from dlm_jax.config import Config, MeshConfig, ModelConfig, ObjectiveConfig, SampleConfig
-from dlm_jax.config.schema import PRESETS
+from dlm_jax.config import Config, MeshConfig, ModelConfig, ObjectiveConfig, SamplingParams
 from dlm_jax.data import (
     NO_MASK,
     HubTokenizer,
@@ -44,6 +43,7 @@ from dlm_jax.published import (
     write_published,
 )
 from dlm_jax.randomness import check_settings, key_of
+from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.rules import ModelFacts
@@ -82,7 +82,7 @@ class Model:
     params: Params
     tokenizer: Tokenizer
     max_length: int
-    sample: SampleConfig = SampleConfig()
+    sample: SamplingParams = SamplingParams()
     is_causal: bool = False
     config: Config | None = None
     more_eos_ids: tuple[int, ...] = ()

@@ -9,25 +9,25 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlm_jax.config import SampleConfig, resolve
 from dlm_jax.data import NO_MASK, Tokenizer
 from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.own_rules import OwnRules, of_row, own_rules
-from dlm_jax.inference.structure_checks import check_structure
-from dlm_jax.sampling.noise import NoiseRule
+from dlm_jax.sampling.blocks import steps_needed
+from dlm_jax.sampling.commit.orders import QuotaRule
+from dlm_jax.sampling.params import SamplingParams, given_settings, resolve, values_of_row
 from dlm_jax.sampling.propose import Constrained, FillRule, Parallel
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable
+from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable, with_rules
 from dlm_jax.sampling.transforms import TopK
+from dlm_jax.sampling.transforms.structure import automaton_of
 from dlm_jax.sampling.transforms.transform import Pointwise
-from dlm_jax.settings import UNSET, SettingError
+from dlm_jax.settings import UNSET, SettingError, require
 from dlm_jax.structured import regex_of_schema
+from dlm_jax.structured.automaton import Automaton
 
 HOLE = re.compile(r"<hole(?::(-?\d+))?>")
 """The marker of a gap in a template. ``<hole:12>`` is a gap of 12 tokens, and ``<hole>`` is a gap
@@ -35,20 +35,13 @@ of ``gen_length`` tokens.
 """
 
 _TYPO = re.compile(r"<\s*hole\b", re.IGNORECASE)
+_LONGEST_TOKEN = 128
+"""Characters of the longest token in common vocabularies."""
+_LONGEST = 2**20
 
 PROMPT_KEYS = ("prompt", "template", "tokens", "infill", "draft")
-
-
-class Given(NamedTuple):
-    """A canvas before the first step.
-
-    Attributes:
-      tokens: int32 ``[n]``, MASK at holes.
-      is_draft: True at draft tokens; None if there are no draft tokens.
-    """
-
-    tokens: np.ndarray
-    is_draft: np.ndarray | None
+_HOST = ("host_sampler", "read_back")
+_NOT_SETTINGS = ("seed", "max_length", "trace", *_HOST, *PROMPT_KEYS)
 
 
 def make_canvas(
@@ -58,8 +51,9 @@ def make_canvas(
     gen_length: int,
     room: int,
     prefix_ids: Sequence[int] = (),
-) -> Given:
-    """Returns the canvas of a request.
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the canvas of a request, int32 with MASK at holes, and where it has draft tokens
+    (None without a draft).
 
     Args:
       tokenizer: the tokenizer of the model.
@@ -74,62 +68,52 @@ def make_canvas(
     kinds = [name for name in ("prompt", "template", "tokens") if asked.get(name) is not None]
     if len(kinds) > 1:
         raise ValueError(f"{' and '.join(kinds)} cannot be combined; pass only one of them")
-    infill = asked.get("infill", False)
-    if not isinstance(infill, bool):
-        raise SettingError("infill", infill, "is not a bool", "use True or False")
-    if infill and kinds != ["tokens"]:
-        raise SettingError("infill", UNSET, "requires tokens", "pass tokens or a template")
-    draft = asked.get("draft")
-    if draft is not None and (infill or kinds == ["template"]):
-        raise SettingError(
-            "draft", UNSET, "follows a prompt", "do not combine it with template or infill"
-        )
+    infill, draft = asked.get("infill", False), asked.get("draft")
+    require(isinstance(infill, bool), "infill", infill, "is not a bool", "use True or False")
+    is_alone = not infill or kinds == ["tokens"]
+    require(is_alone, "infill", UNSET, "requires tokens", "pass tokens or a template")
+    is_alone = draft is None or not (infill or kinds == ["template"])
+    remedy = "do not combine it with template or infill"
+    require(is_alone, "draft", UNSET, "follows a prompt", remedy)
     for name in ("prompt", "template", "draft"):
-        if asked.get(name) is not None:
-            check_size(name, len(_text(name, asked[name])), room)
+        text = asked.get(name)
+        if text is not None:
+            require(isinstance(text, str), name, text, "is not a string", "put it in quotes")
+            check_size(name, len(text), room)
+    mask_id = tokenizer.mask_id
     if kinds == ["template"]:
-        text = _text("template", asked["template"])
-        given = _after(prefix_ids, _template(tokenizer, text, gen_length, room))
-        return _check_room(Given(given, None), room, "template")
-    if infill:
-        given = _ids(tokenizer, asked["tokens"])
-        if not (given == tokenizer.mask_id).any():
-            raise ValueError(
-                f"infill=True, but none of the tokens is MASK ({tokenizer.mask_id}); use MASK at "
-                f"the positions to fill"
-            )
-        return _check_room(Given(given, None), room, "tokens")
+        tokens = _template(tokenizer, asked["template"], gen_length, room)
+        return _checked(np.concatenate([np.array(prefix_ids, np.int32), tokens]), room, "template")
     if kinds == ["tokens"]:
         given = _ids(tokenizer, asked["tokens"])
-        if (given == tokenizer.mask_id).any():
-            raise SettingError(
-                "tokens",
-                UNSET,
-                f"contain MASK ({tokenizer.mask_id})",
-                "set infill=True to fill it, or remove it",
+        has_holes = bool((given == mask_id).any())
+        if infill and not has_holes:
+            raise ValueError(
+                f"infill=True, but none of the tokens is MASK ({mask_id}); use MASK at the "
+                f"positions to fill"
             )
+        if infill:
+            return _checked(given, room, "tokens")
+        remedy = "set infill=True to fill it, or remove it"
+        require(not has_holes, "tokens", UNSET, f"contain MASK ({mask_id})", remedy)
     else:
-        prompt = asked.get("prompt")
-        given = tokenizer.encode("" if prompt is None else _text("prompt", prompt))
-        given = _after(prefix_ids, given)
+        text = tokenizer.encode(asked.get("prompt") or "")
+        given = np.concatenate([np.array(prefix_ids, np.int32), text])
     if draft is not None:
-        return _with_draft(tokenizer, given, _text("draft", draft), gen_length, room)
-    return Given(_continued(tokenizer, given, gen_length, room), None)
-
-
-def _after(prefix_ids: Sequence[int], given: np.ndarray) -> np.ndarray:
-    """The ids of a text at the start of a row."""
-    return np.concatenate([np.array(prefix_ids, np.int32), given])
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise SettingError(name, value, "is not a string", "put it in quotes")
-    return value
-
-
-_LONGEST_TOKEN = 128
-"""Characters of the longest token in common vocabularies."""
+        text = tokenizer.encode(draft)
+        require(text.size > 0, "draft", UNSET, "is empty", "pass text to refine, or remove it")
+        holes = np.full(min(gen_length, room + 1), mask_id, np.int32)
+        tokens, _ = _checked(np.concatenate([given, text, holes]), room, "prompt and draft")
+        is_draft = np.zeros(tokens.size, bool)
+        is_draft[given.size : given.size + text.size] = True
+        return tokens, is_draft
+    left = room - given.size
+    why = f"of {given.size} tokens leaves no space on the canvas of {room}"
+    require(left > 0, "prompt", UNSET, why, f"shorten it or raise max_length above {given.size}")
+    why = f"and a prompt of {given.size} tokens exceed the canvas of {room}"
+    remedy = f"use gen_length={left} or less, or raise max_length"
+    require(gen_length <= left, "gen_length", gen_length, why, remedy)
+    return np.concatenate([given, np.full(gen_length or left, mask_id, np.int32)]), None
 
 
 def check_size(name: str, size: int, room: int) -> None:
@@ -137,13 +121,8 @@ def check_size(name: str, size: int, room: int) -> None:
 
     Encoding a text takes about 0.4 s per MB, so its size is checked first.
     """
-    if size > _LONGEST_TOKEN * room:
-        raise SettingError(
-            name,
-            UNSET,
-            f"of {size} characters exceeds the canvas of {room} tokens",
-            "shorten it or raise max_length",
-        )
+    why = f"of {size} characters exceeds the canvas of {room} tokens"
+    require(size <= _LONGEST_TOKEN * room, name, UNSET, why, "shorten it or raise max_length")
 
 
 def _ids(tokenizer: Tokenizer, tokens: Any) -> np.ndarray:
@@ -152,16 +131,11 @@ def _ids(tokenizer: Tokenizer, tokens: Any) -> np.ndarray:
         is_fine = ids.ndim == 1 and ids.size > 0 and np.issubdtype(ids.dtype, np.integer)
     except ValueError:
         is_fine = False
-    if not is_fine:
-        raise SettingError("tokens", UNSET, "must be a non-empty list of ids")
-    beyond = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
-    if beyond.size:
-        raise SettingError(
-            "tokens",
-            UNSET,
-            f"contain id {beyond[0]}, outside the vocabulary of {tokenizer.vocab_size}",
-            f"use 0 to {tokenizer.vocab_size - 1}",
-        )
+    require(is_fine, "tokens", UNSET, "must be a non-empty list of ids")
+    size = tokenizer.vocab_size
+    for id_ in ids[(ids < 0) | (ids >= size)]:
+        why = f"contain id {id_}, outside the vocabulary of {size}"
+        raise SettingError("tokens", UNSET, why, f"use 0 to {size - 1}")
     return ids.astype(np.int32)
 
 
@@ -173,222 +147,154 @@ def _template(tokenizer: Tokenizer, text: str, gen_length: int, room: int) -> np
     parts, end = [], 0
     for marker in HOLE.finditer(text):
         length = gen_length if marker[1] is None else int(marker[1])
+        problem = "" if length <= room else f"exceeds the canvas of {room}; shorten it or raise "
+        problem += "max_length" if problem else ""
         if length < 1:
-            remedy = (
-                "write <hole:8>, for example" if marker[1] else "set gen_length, or write <hole:8>"
-            )
-            raise ValueError(f"template: {marker[0]} is a gap of {length} tokens; {remedy}")
-        if length > room:
-            raise ValueError(
-                f"template: {marker[0]} exceeds the canvas of {room}; shorten it or raise "
-                "max_length"
-            )
-        parts += [tokenizer.encode(text[end : marker.start()]), _holes(tokenizer, length)]
+            problem = f"is a gap of {length} tokens; "
+            problem += "" if marker[1] else "set gen_length, or "
+            problem += "write <hole:8>, for example" if marker[1] else "write <hole:8>"
+        if problem:
+            raise ValueError(f"template: {marker[0]} {problem}")
+        parts.append(tokenizer.encode(text[end : marker.start()]))
+        parts.append(np.full(length, tokenizer.mask_id, np.int32))
         end = marker.end()
-    if not parts:
-        raise SettingError(
-            "template", UNSET, "has no <hole>", "write <hole:8> for a gap of 8 tokens"
-        )
+    remedy = "write <hole:8> for a gap of 8 tokens"
+    require(bool(parts), "template", UNSET, "has no <hole>", remedy)
     return np.concatenate([*parts, tokenizer.encode(text[end:])])
 
 
-def _holes(tokenizer: Tokenizer, length: int) -> np.ndarray:
-    return np.full(length, tokenizer.mask_id, np.int32)
-
-
-def _check_room(given: Given, room: int, what: str) -> Given:
-    if given.tokens.size > room:
+def _checked(tokens: np.ndarray, room: int, what: str) -> tuple[np.ndarray, None]:
+    if tokens.size > room:
         raise ValueError(
-            f"{what} of {given.tokens.size} tokens, including holes, exceeds the canvas of {room}; "
+            f"{what} of {tokens.size} tokens, including holes, exceeds the canvas of {room}; "
             "shorten it or raise max_length"
         )
-    return given
+    return tokens, None
 
 
-def _continued(
-    tokenizer: Tokenizer, given: np.ndarray, gen_length: int, max_length: int
-) -> np.ndarray:
-    """Appends MASK to the ids of the prompt for every token to generate."""
-    room = max_length - given.size
-    if room < 1:
-        raise SettingError(
-            "prompt",
-            UNSET,
-            f"of {given.size} tokens leaves no space on the canvas of {max_length}",
-            f"shorten it or raise max_length above {given.size}",
-        )
-    if gen_length > room:
-        raise SettingError(
-            "gen_length",
-            gen_length,
-            f"and a prompt of {given.size} tokens exceed the canvas of {max_length}",
-            f"use gen_length={room} or less, or raise max_length",
-        )
-    return np.concatenate([given, _holes(tokenizer, gen_length or room)])
-
-
-def _with_draft(
-    tokenizer: Tokenizer, given: np.ndarray, text: str, gen_length: int, room: int
-) -> Given:
-    """Concatenates the ids of the prompt, the ids of the draft, and the requested holes."""
-    draft = tokenizer.encode(text)
-    if not draft.size:
-        raise SettingError("draft", UNSET, "is empty", "pass text to refine, or remove it")
-    tokens = np.concatenate([given, draft, _holes(tokenizer, min(gen_length, room + 1))])
-    is_draft = np.zeros(tokens.size, bool)
-    is_draft[given.size : given.size + draft.size] = True
-    return _check_room(Given(tokens, is_draft), room, "prompt and draft")
-
-
-def check_settings(model: Model, sample: SampleConfig) -> None:
+def check_settings(model: Model, sample: SamplingParams) -> None:
     """Raises ValueError for settings that are invalid for the model."""
     if "scorer" in model.network.heads:
         raise ValueError(
             "the model is a sequence scorer, which does not generate; load another model"
         )
-    if sample.max_new_tokens and not (sample.edit and sample.length_target_mode != "none"):
-        raise SettingError(
-            "max_new_tokens",
-            sample.max_new_tokens,
-            "is the target length of edits, which requires edit=True and a length_target_mode",
-            f"otherwise, use gen_length={sample.max_new_tokens} and max_new_tokens=0",
-        )
-    facts = model.facts
+    facts, block = model.facts, sample.block_length
+    require(
+        not sample.max_new_tokens or (sample.edit and sample.length_target_mode != "none"),
+        "max_new_tokens",
+        sample.max_new_tokens,
+        "is the target length of edits, which requires edit=True and a length_target_mode",
+        f"otherwise, use gen_length={sample.max_new_tokens} and max_new_tokens=0",
+    )
     if facts.block_length:
-        _check_blocks(facts, sample)
-    is_noise = issubclass(sample.table.commit[sample.order], NoiseRule)
+        why = f"is neither the training value {facts.block_length} nor a divisor of it"
+        is_divisor = block >= 1 and facts.block_length % block == 0
+        require(is_divisor, "block_length", block, why, "use 0 for the training value")
+        why = "moves tokens between blocks, which a block-causal model does not support"
+        require(not sample.edits, "edit", True, why, "use a bidirectional model")
     if facts.canvas_length:
-        _check_canvases(facts, sample, is_noise=is_noise)
-    if not (model.process.is_masked or is_noise):
-        name = "" if model.config is None else model.config.objective.process
-        raise SettingError(
-            "order",
-            sample.order,
-            f"fills holes, but the model was trained with objective.process={name!r}",
-            "use order='posterior'",
-        )
+        why = "fills holes, but the canvases of this model contain random tokens"
+        require(sample.is_noise, "order", sample.order, why, "use order='entropy_renoise'")
+        why = f"is outside the range 1 to {facts.canvas_length}, the canvas length"
+        is_inside = 1 <= block <= facts.canvas_length
+        require(is_inside, "block_length", block, why, "use 0 for whole canvases")
+    process = "" if model.config is None else model.config.objective.process
+    why = f"fills holes, but the model was trained with objective.process={process!r}"
+    is_fine = model.process.is_masked or sample.is_noise
+    require(is_fine, "order", sample.order, why, "use order='posterior'")
     for rule in sample.table.checks(sample):
         rule.check_model(sample, facts)
     sample.table.check_chain(sample, facts)
 
 
-def _check_blocks(facts: ModelFacts, sample: SampleConfig) -> None:
-    if facts.block_length % max(sample.block_length, 1) or sample.block_length < 1:
-        raise SettingError(
-            "block_length",
-            sample.block_length,
-            f"is neither the training value {facts.block_length} nor a divisor of it",
-            "use 0 for the training value",
-        )
-    if sample.edits:
-        raise SettingError(
-            "edit",
-            True,
-            "moves tokens between blocks, which a block-causal model does not support",
-            "use a bidirectional model",
-        )
-
-
-def _check_canvases(facts: ModelFacts, sample: SampleConfig, *, is_noise: bool) -> None:
-    if not is_noise:
-        raise SettingError(
-            "order",
-            sample.order,
-            "fills holes, but the canvases of this model contain random tokens",
-            "use order='entropy_renoise'",
-        )
-    if not 1 <= sample.block_length <= facts.canvas_length:
-        raise SettingError(
-            "block_length",
-            sample.block_length,
-            f"is outside the range 1 to {facts.canvas_length}, the canvas length",
-            "use 0 for whole canvases",
-        )
-
-
-def check_trace(sample: SampleConfig) -> None:
+def check_trace(sample: SamplingParams) -> None:
     """Raises ValueError for settings that do not support traces and replay."""
     for rule in sample.table.checks(sample):
         rule.check_trace(sample)
-
-
-def check_draft(sample: SampleConfig, given: Given) -> None:
-    """Raises ValueError if no enabled rule refines the draft."""
-    is_noise = issubclass(sample.table.commit[sample.order], NoiseRule)
-    needs = 1 if sample.resample or sample.edits or sample.renoises or is_noise else 2
-    if given.is_draft is not None and (not sample.refines or sample.steps < needs):
-        raise SettingError(
-            "draft",
-            UNSET,
-            "requires remasking, resampling, re-noising or edits, but none of them is enabled",
-            "for example, use remask=scheduled, schedule=all and steps=8",
-        )
-
-
-def _check_bans(draft: np.ndarray, sample: SampleConfig, facts: ModelFacts) -> None:
-    banned = np.intersect1d(draft, sample.table.banned(sample, facts))
-    if banned.size:
-        raise SettingError(
-            "draft",
-            UNSET,
-            f"contains the ids {', '.join(map(str, banned))}, which are banned (logit_bias of "
-            "-inf, ignore_eos, or ids without text)",
-            "remove them or lift the ban",
-        )
 
 
 def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
     """Raises ValueError if the canvas does not match the settings and the model.
 
     Possible causes are too few steps for the blocks with holes or draft tokens, banned ids in a
-    draft, given tokens after a hole in a block-causal model, or a fill or cache rule that does not
-    support the canvas.
+    draft, given tokens after a hole in a block-causal model, a structure that cannot be completed,
+    or a fill or cache rule that does not support the canvas.
     """
-    sample = request.sample
-    check_structure(sample, request.tokens, is_draft=request.is_draft, mask_id=mask_id)
-    steps, block_length = sample.steps, sample.block_length
-    is_open = request.is_open(mask_id)
+    sample, tokens = request.sample, request.tokens
+    if isinstance(sample.structure, Automaton):
+        _check_structure(request, sample.structure, mask_id)
     if request.is_draft is not None:
-        _check_bans(request.tokens[request.is_draft & (request.tokens != mask_id)], sample, facts)
+        draft = tokens[request.is_draft & (tokens != mask_id)]
+        banned = np.intersect1d(draft, sample.table.banned(sample, facts))
+        why = f"contains the ids {', '.join(map(str, banned))}, which are banned (logit_bias of "
+        why += "-inf, ignore_eos, or ids without text)"
+        require(not banned.size, "draft", UNSET, why, "remove them or lift the ban")
+    is_open = request.is_open(mask_id)
     (places,) = np.nonzero(is_open)
     if not places.size:
         return
-    is_onward = facts.block_length or facts.canvas_length or mask_id == NO_MASK
-    if is_onward and not is_open[places[0] :].all():
+    if facts.block_length or facts.canvas_length or mask_id == NO_MASK:
         kind = "a causal model without MASK" if mask_id == NO_MASK else "a model with canvases"
         kind = "a block-causal model" if facts.block_length else kind
-        raise SettingError(
-            "tokens",
-            UNSET,
-            f"are given after a hole, where {kind} does not attend to them",
-            "put them before it, or use a bidirectional model",
-        )
-    if is_open[0] and not facts.predicts_first:
-        raise SettingError(
-            "prompt",
-            UNSET,
-            "is empty, but the model predicts each token from the tokens before it, and there is "
-            "no BOS",
-            "pass a prompt, or tokens that begin with a given id",
-        )
+        why = f"are given after a hole, where {kind} does not attend to them"
+        remedy = "put them before it, or use a bidirectional model"
+        require(bool(is_open[places[0] :].all()), "tokens", UNSET, why, remedy)
+    why = (
+        "is empty, but the model predicts each token from the tokens before it, and there is no BOS"
+    )
+    is_fine = facts.predicts_first or not bool(is_open[0])
+    require(is_fine, "prompt", UNSET, why, "pass a prompt, or tokens that begin with a given id")
     for rule in sample.table.of(sample):
         rule.check_canvas(sample, facts, is_open)
-    if block_length == 0:
-        return
-    unit = facts.block_length or 1
-    busy = np.unique((places - places[0] // unit * unit) // block_length).size
-    if steps < busy:
-        raise SettingError(
-            "steps",
-            steps,
-            f"is less than the {busy} blocks of block_length={block_length} with holes",
-            f"use steps={busy} or more",
+    if length := sample.block_length:
+        unit = facts.block_length or 1
+        busy = np.unique((places - places[0] // unit * unit) // length).size
+        why = f"is less than the {busy} blocks of block_length={length} with holes"
+        require(sample.steps >= busy, "steps", sample.steps, why, f"use steps={busy} or more")
+
+
+def _check_structure(request: Request, automaton: Automaton, mask_id: int) -> None:
+    """Raises ValueError if a request can violate its structure or cannot complete it."""
+    sample, tokens = request.sample, request.tokens
+    (holes,) = np.nonzero(tokens == mask_id)
+    if issubclass(sample.table.named("fill", sample), Constrained):
+        why = "can violate the structure"
+        require(request.is_draft is None, "draft", UNSET, why, "remove one of them")
+        automaton = automaton_of(sample)
+    else:
+        is_quota = issubclass(sample.table.commit[sample.order], QuotaRule)
+        require(
+            is_quota and sample.schedule == "linear",
+            "structure",
+            UNSET,
+            f"requires one token per step, which order={sample.order!r} with "
+            f"schedule={sample.schedule!r} does not guarantee",
+            "for example, use order='left_to_right'",
+            "order",
         )
+        if holes.size:
+            needed = steps_needed(holes, sample.block_length, holes[0])
+            why = f"is less than the {needed} steps that a structure requires, one token per step"
+            require(sample.steps >= needed, "steps", sample.steps, why, f"use steps={needed}")
+    if not holes.size:
+        return
+    tokens = tokens[holes[0] :]
+    if (tokens == mask_id).all():
+        fewest = automaton.fewest_S[automaton.start]
+        why = f"requires at least {fewest} new tokens, but gen_length={tokens.size}"
+        is_fine = fewest <= tokens.size
+        require(is_fine, "structure", UNSET, why, "increase gen_length", "gen_length")
+        return
+    states = np.arange(len(automaton.next_SC)) == automaton.start
+    for token in tokens.tolist():
+        states = automaton.after(states, None if token == mask_id else token)
+    can_end = bool((states & automaton.is_final_S).any())
+    require(can_end, "structure", UNSET, "cannot match the given text and its holes")
 
 
-_LONGEST = 2**20
-_HOST = ("host_sampler", "read_back")
-_NOT_RULES = ("seed", "max_length", "trace", *_HOST, *PROMPT_KEYS)
+def is_broken(automaton: Automaton | str | None, tokens: np.ndarray) -> bool:
+    """Returns whether the tokens of a row from its first hole onward violate its structure."""
+    return isinstance(automaton, Automaton) and not automaton.accepts(tokens)
 
 
 @dataclass(frozen=True)
@@ -411,7 +317,7 @@ class Request:
     """
 
     tokens: np.ndarray
-    sample: SampleConfig
+    sample: SamplingParams
     seed: int = 0
     is_draft: np.ndarray | None = None
     host_sampler: HostSampler | None = None
@@ -436,35 +342,26 @@ class Request:
         return is_hole if self.is_draft is None else is_hole | self.is_draft
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**32:
-            raise SettingError(
-                "seed", self.seed, "is outside [0, 2**32)", "use a seed in this range"
-            )
-        if self.tokens.ndim != 1 or self.tokens.size == 0:
-            raise SettingError(
-                "tokens", UNSET, f"have shape {self.tokens.shape}", "pass one non-empty row"
-            )
-        if self.is_draft is not None and self.is_draft.shape != self.tokens.shape:
+        why = "is outside [0, 2**32)"
+        require(0 <= self.seed < 2**32, "seed", self.seed, why, "use a seed in this range")
+        shape, is_row = self.tokens.shape, self.tokens.ndim == 1 and self.tokens.size > 0
+        require(is_row, "tokens", UNSET, f"have shape {shape}", "pass one non-empty row")
+        if self.is_draft is not None and self.is_draft.shape != shape:
             raise ValueError(
-                f"is_draft has shape {self.is_draft.shape} and tokens has {self.tokens.shape}; "
-                f"pass one value per token"
+                f"is_draft has shape {self.is_draft.shape} and tokens has {shape}; pass one value "
+                f"per token"
             )
         if self.host_sampler is not None and not callable(self.host_sampler):
             raise ValueError(
                 f"host_sampler={shown(self.host_sampler)} is not callable; pass a function that "
                 f"takes Candidates and returns one of their ids"
             )
-        if not isinstance(self.read_back, bool):
-            raise SettingError("read_back", self.read_back, "is not a bool", "use True or False")
-        if not isinstance(self.trace, bool):
-            raise SettingError("trace", self.trace, "is not a bool", "use True or False")
-        if self.trace and self.needs_host:
-            raise SettingError(
-                "trace",
-                True,
-                "is not supported with host samplers and read-back",
-                "remove them, or use trace=False",
-            )
+        for name in ("read_back", "trace"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "is not a bool", "use True or False")
+        why = "is not supported with host samplers and read-back"
+        is_fine = not (self.trace and self.needs_host)
+        require(is_fine, "trace", True, why, "remove them, or use trace=False")
         if not 0 <= self.capacity < 2**31:
             raise ValueError(
                 f"capacity={self.capacity} must be at least 0; use 0 for the current length"
@@ -484,9 +381,13 @@ class Static(NamedTuple):
 
 def static_of(request: Request) -> Static:
     sample = request.sample
-    rules = sample.table.static(sample)
     return Static(
-        sample.table, rules, sample.draw, sample.guidance > 0, request.needs_host, request.trace
+        table=sample.table,
+        rules=sample.table.static(sample),
+        draw=sample.draw,
+        is_guided=sample.guidance > 0,
+        needs_host=request.needs_host,
+        is_traced=request.trace,
     )
 
 
@@ -500,15 +401,14 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
     a row with edits ends at EOS only with ``stop_at_eos``.
     """
     samples = [request.sample for request in requests]
-    rows = [
-        SimpleNamespace(
-            **vars(sample) | {"stop_at_eos": sample.stop_at_eos or not sample.edits},
-            seed=request.seed,
-            capacity=request.capacity,
-        )
-        for request, sample in zip(requests, samples, strict=True)
-    ]
-    return RowParams.columns(rows, facts), samples[0].table.columns(samples, facts)
+    rows = RowParams.columns(samples, facts)
+    rows = replace(
+        rows,
+        stops_at_eos_B=rows.stops_at_eos_B | ~np.array([sample.edits for sample in samples]),
+        seed_B=np.array([request.seed for request in requests], np.uint32),
+        capacity_B=np.array([request.capacity for request in requests], np.int32),
+    )
+    return rows, samples[0].table.columns(samples, facts)
 
 
 def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
@@ -534,13 +434,17 @@ def chains_in_use(requests: Sequence[Request]) -> Chains:
     used: dict[tuple[RuleTable, tuple[str, ...]], set[str]] = {}
     for sample in {id(request.sample): request.sample for request in requests}.values():
         used.setdefault((sample.table, sample.chain), set()).update(sample.table.in_use(sample))
-    return {
-        (table, chain): tuple(n for n in chain if n in names or n in _readers(table, chain))
-        for (table, chain), names in used.items()
-    }
+    for (table, chain), names in used.items():
+        is_cut = False
+        for name in chain:
+            classes = table.transforms[name]
+            if is_cut and not all(issubclass(cls, Pointwise) for cls in classes):
+                names.add(name)
+            is_cut |= TopK in classes
+    return {key: tuple(name for name in key[1] if name in names) for key, names in used.items()}
 
 
-def with_chain_in_use(sample: SampleConfig, chains: Chains) -> SampleConfig:
+def with_chain_in_use(sample: SamplingParams, chains: Chains) -> SamplingParams:
     """Returns the settings with their chain of `chains`, unless they use another part of it."""
     chain = chains.get((sample.table, sample.chain), sample.chain)
     others = {*(sample.chain or ())} - {*(chain or ())}
@@ -558,20 +462,6 @@ def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
     return [replace(request, sample=shorter[id(request.sample)]) for request in requests]
 
 
-def _readers(table: RuleTable, chain: Sequence[str]) -> set[str]:
-    """Returns the names of transforms in a chain that read ids after a truncation to a few
-    candidates.
-    """
-    found: set[str] = set()
-    is_cut = False
-    for name in chain:
-        classes = table.transforms[name]
-        if is_cut and not all(issubclass(cls, Pointwise) for cls in classes):
-            found.add(name)
-        is_cut |= TopK in classes
-    return found
-
-
 def make_requests(
     model: Model,
     prompt: str | Mapping[str, Any],
@@ -579,7 +469,7 @@ def make_requests(
     first: int = 0,
     num_samples: int = 1,
     num_rows: int | None = None,
-    known: dict[Any, SampleConfig] | None = None,
+    known: dict[Any, SamplingParams] | None = None,
 ) -> list[Request]:
     """Returns the requests for one prompt. `first` is added to the seed unless the prompt has its
     own seed.
@@ -592,8 +482,8 @@ def make_requests(
     own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     asked = {"seed": 0, "max_length": None} | {**common, **own}
     text = {name: asked[name] for name in PROMPT_KEYS if name in asked}
-    is_without = [text.get(name) is None for name in ("template", "tokens")]
-    if model.first_ids and all(is_without) and _is_empty(text.get("prompt")):
+    is_without = all(text.get(name) is None for name in ("template", "tokens"))
+    if model.first_ids and is_without and text.get("prompt") in (None, ""):
         text |= {"prompt": None, "tokens": model.first_ids}
     seed = _integer("seed", asked["seed"]) + (0 if "seed" in own else first)
     room = room_of(model, asked["max_length"])
@@ -601,36 +491,49 @@ def make_requests(
     if "trace" in own:
         raise SettingError("trace", own["trace"], "applies to all rows", "pass it to the call")
     trace = asked.get("trace", False)
-    layers = [{k: v for k, v in layer.items() if k not in _NOT_RULES} for layer in (common, own)]
-    rules = own_rules(*layers, num_rows=first + num_samples if num_rows is None else num_rows)
+    layers = [{k: v for k, v in x.items() if k not in _NOT_SETTINGS} for x in (common, own)]
+    num_rows = first + num_samples if num_rows is None else num_rows
+    table, settings, rows = given_settings(*layers, num_rows=num_rows)
+    plain = (bool, int, float, str, type(None))
+    key = None
+    if known is not None and not rows and all(type(x) in plain for x in layers[1].values()):
+        # `repr` distinguishes 1, 1.0 and True, which are equal.
+        needs = host.get("host_sampler") is not None, bool(host.get("read_back"))
+        key = needs, repr(sorted(layers[1].items()))
     made: list[Request] = []
     for index in range(num_samples):
-        if made and not rules.rows:
+        if made and not rows:
             made.append(replace(made[0], seed=seed + index))
             continue
-        settings = of_row(rules, first + index)
-        key = None if known is None or rules.rows else _key(layers[1], host)
-        sample = None if key is None or known is None else known.get(key)
+        sample = known.get(key) if known is not None and key is not None else None
         if sample is None:
-            sample = _settings(model, rules, settings, host)
-            if key is not None and known is not None:
+            values = values_of_row(settings, rows, first + index)
+            sample = _resolved(model, table, values, host)
+            if known is not None and key is not None:
                 known[key] = sample
-        given = make_canvas(
+        tokens, is_draft = make_canvas(
             model.tokenizer,
             text,
             gen_length=sample.gen_length,
             room=room,
             prefix_ids=model.prefix_ids,
         )
-        check_draft(sample, given)
-        capacity = room if sample.edits else 0
+        # The first step of a draft only reads it, unless the row rewrites tokens at every step.
+        is_once = sample.resample or sample.edits or sample.renoises or sample.is_noise
+        require(
+            is_draft is None or (sample.refines and (is_once or sample.steps > 1)),
+            "draft",
+            UNSET,
+            "requires remasking, resampling, re-noising or edits, but none of them is enabled",
+            "for example, use remask=scheduled, schedule=all and steps=8",
+        )
         request = Request(
-            given.tokens,
+            tokens,
             sample,
             seed + index,
-            given.is_draft,
+            is_draft,
             **host,
-            capacity=capacity,
+            capacity=room if sample.edits else 0,
             trace=trace,
         )
         if trace:
@@ -682,7 +585,10 @@ def structured(model: Model, settings: Mapping[str, Any], length: int) -> dict[s
 
     `length` is the number of new tokens, or a limit of it.
     """
-    fill = model.sample.table.fill.get(settings.get("fill", model.sample.fill))
+    table = with_rules(settings.get("rules"))
+    for name in settings.keys() & {"fill", "block_length"}:
+        table.settings[name].checked(settings[name])
+    fill = table.fill.get(settings.get("fill", model.sample.fill))
     if fill is not None and issubclass(fill, Constrained):
         return {"order": "random_filled", "schedule": "linear", "ignore_eos": False, **settings}
     block = settings.get("block_length", model.sample.block_length)
@@ -692,125 +598,90 @@ def structured(model: Model, settings: Mapping[str, Any], length: int) -> dict[s
     return {**needed, **settings}
 
 
-def _is_empty(prompt: Any) -> bool:
-    return prompt is None or (isinstance(prompt, str) and not prompt)
-
-
-def _key(own: Mapping[str, Any], host: Mapping[str, Any]) -> Any:
-    """Returns a key for the settings of a prompt, which includes their types and what the host
-    does with its rows. The key is None if a setting is not a plain value.
-    """
-    plain = (bool, int, float, str, type(None))
-    if not all(type(value) in plain for value in own.values()):
-        return None
-    # `repr` distinguishes 1, 1.0 and True, which are equal.
-    return _needs(host), tuple(sorted((name, repr(value)) for name, value in own.items()))
-
-
-def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SampleConfig:
+def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SamplingParams:
     """Returns the settings of the first row of a call."""
-    asked = {name: value for name, value in settings.items() if name not in _NOT_RULES}
-    rules = own_rules(asked, num_rows=1)
-    return _settings(model, rules, of_row(rules, 0), settings)
+    given = {name: value for name, value in settings.items() if name not in _NOT_SETTINGS}
+    table, given, rows = given_settings(given)
+    return _resolved(model, table, values_of_row(given, rows, 0), settings)
 
 
-def _needs(host: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Returns whether a row has a host sampler, and whether it has read-back."""
-    return host.get("host_sampler") is not None, bool(host.get("read_back"))
-
-
-def _settings(
-    model: Model, rules: OwnRules, settings: dict[str, Any], host: Mapping[str, Any]
-) -> SampleConfig:
-    """Returns the settings of a row, resolved and checked against the model.
+def _resolved(
+    model: Model, table: RuleTable, given: Mapping[str, Any], host: Mapping[str, Any]
+) -> SamplingParams:
+    """Returns the settings of a row over the model's recommendations, checked against the model.
 
     `host` contains ``host_sampler`` and ``read_back``, if they are given. A host sampler draws the
     tokens itself and therefore replaces a recommended fill in waves. Read-back changes no token.
+
+    ``fill="auto"`` becomes waves, the even positions of each before the odd ones, for a model of
+    masked noise with a trained sampler head, and parallel for other models. At both measured sizes
+    and every number of steps, these waves gave as good texts as plain ones or better
+    (benchmarks/results/sampler_head.md). The order is not replaced: ``random_filled`` was better
+    for 1.6 million parameters and worse for 56 million, so a model recommends it by its own
+    measurement.
     """
-    is_hosted, is_read = _needs(host)
-    recommended = {name: getattr(model.sample, name) for name in model.sample.table.settings}
-    own = (name for name in rules.table.transforms if name not in BUILT_IN.transforms)
-    recommended["chain"] += tuple(name for name in own if name not in recommended["chain"])
-    if not model.process.is_masked and recommended["order"] == "random":
-        settings = {"order": "posterior"} | settings
-    if settings.get("fill", recommended["fill"]) == AUTO:
-        auto = _auto_fill(model, is_hosted=is_hosted)
-        settings = auto | settings | {"fill": auto["fill"]}
-    sample = resolve(recommended, settings, table=rules.table)
-    if is_hosted and rules.table.fill[sample.fill] is not Parallel:
-        if "fill" in settings:
-            raise SettingError(
-                "fill",
-                sample.fill,
-                "draws tokens together, which host samplers cannot replace",
-                "use fill='parallel'",
-            )
-        _warn_of_parallel(f"recommended {sample.fill!r}", stacklevel=6)
-        sample = replace(sample, fill="parallel")
-    used = rules.table.named("fill", sample)
-    if is_read and used.logits is FillRule.logits:
-        raise SettingError(
-            "fill",
-            used.name,
-            "draws tokens together, so that read-back cannot give the candidates of a token",
-            "remove read_back, or use fill='parallel'",
+    is_hosted, is_read = host.get("host_sampler") is not None, bool(host.get("read_back"))
+    advised = {name: getattr(model.sample, name) for name in model.sample.table.settings}
+    more = (name for name in table.transforms if name not in BUILT_IN.transforms)
+    advised["chain"] += tuple(name for name in more if name not in advised["chain"])
+    if not model.process.is_masked and advised["order"] == "random":
+        advised["order"] = "posterior"
+    replaced = f"recommended {advised['fill']!r}"
+    if given.get("fill", advised["fill"]) == AUTO:
+        given = {name: value for name, value in given.items() if name != "fill"}
+        advised["fill"] = "wavefront" if model.fills_in_waves else "parallel"
+        advised |= {"sampler_even_odd": True} if model.fills_in_waves and not is_hosted else {}
+        replaced = "default 'wavefront'"
+    fill = table.fill.get(advised["fill"])
+    if is_hosted and "fill" not in given and fill is not Parallel:
+        warnings.warn(
+            f"fill='parallel' replaces the {replaced}, whose draws host samplers cannot replace",
+            stacklevel=5,
         )
-    if is_hosted and getattr(sample, "confidence_of", "clean") != "clean":
-        raise SettingError(
-            "confidence_of",
-            sample.confidence_of,
-            "requires state that host samplers do not keep",
-            "use confidence_of='clean'",
-        )
-    if (is_hosted or is_read) and issubclass(rules.table.commit[sample.order], NoiseRule):
-        raise SettingError(
-            "order",
-            sample.order,
-            "writes tokens without host samplers and read-back",
-            "remove host_sampler and read_back",
-        )
+        advised["fill"] = "parallel"
+    unit = model.network.block_length or model.network.canvas_length
+    length = given.get("block_length", advised["block_length"])
+    if unit and type(length) is int and length == 0:
+        given = {**given, "block_length": unit}
+    sample = resolve(advised, given, table=table)
+    fill, used = table.fill[sample.fill], table.named("fill", sample)
+    require(
+        fill is Parallel or not is_hosted,
+        "fill",
+        sample.fill,
+        "draws tokens together, which host samplers cannot replace",
+        "use fill='parallel'",
+    )
+    require(
+        used.logits is not FillRule.logits or not is_read,
+        "fill",
+        used.name,
+        "draws tokens together, so that read-back cannot give the candidates of a token",
+        "remove read_back, or use fill='parallel'",
+    )
+    why = "requires state that host samplers do not keep"
+    of = getattr(sample, "confidence_of", "clean")
+    is_clean = not is_hosted or of == "clean"
+    require(is_clean, "confidence_of", of, why, "use confidence_of='clean'")
+    why = "writes tokens without host samplers and read-back"
+    is_fine = not (sample.is_noise and (is_hosted or is_read))
+    require(is_fine, "order", sample.order, why, "remove host_sampler and read_back")
     if isinstance(sample.structure, str) and sample.structure:
         sample = replace(sample, structure=model.structures.automaton(sample.structure))
-    unit = model.network.block_length or model.network.canvas_length
-    if unit and sample.block_length == 0:
-        sample = replace(sample, block_length=unit)
     check_settings(model, sample)
     return sample
 
 
-def _auto_fill(model: Model, *, is_hosted: bool) -> dict[str, Any]:
-    """Returns what ``fill="auto"`` stands for: waves, the even positions of each before the odd
-    ones, for a model of masked noise with a trained sampler head; parallel for other models.
-
-    At both measured sizes and every number of steps, these waves gave as good texts as plain ones
-    or better (benchmarks/results/sampler_head.md). The order is not replaced: ``random_filled`` was
-    better for 1.6 million parameters and worse for 56 million, so a model recommends it by its own
-    measurement.
-    """
-    if not model.fills_in_waves:
-        return {"fill": "parallel"}
-    if is_hosted:
-        _warn_of_parallel("default 'wavefront'", stacklevel=7)
-        return {"fill": "parallel"}
-    return {"fill": "wavefront", "sampler_even_odd": True}
-
-
-def _warn_of_parallel(replaced: str, *, stacklevel: int) -> None:
-    warnings.warn(
-        f"fill='parallel' replaces the {replaced}, whose draws host samplers cannot replace",
-        stacklevel=stacklevel,
-    )
-
-
 def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise SettingError(name, value, "is not an integer", "use an integer")
+    is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
+    require(is_integer, name, value, "is not an integer", "use an integer")
     return int(value)
 
 
 def room_of(model: Model, max_length: Any) -> int:
     if max_length is None:
         return model.max_length
-    if not 1 <= _integer("max_length", max_length) <= _LONGEST:
-        raise SettingError("max_length", max_length, f"must be at least 1 and at most {_LONGEST}")
-    return int(max_length)
+    length = _integer("max_length", max_length)
+    why = f"must be at least 1 and at most {_LONGEST}"
+    require(1 <= length <= _LONGEST, "max_length", max_length, why)
+    return length

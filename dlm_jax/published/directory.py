@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dlm_jax.config import Config, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig
+from dlm_jax.config import Config, DataConfig, ModelConfig, ObjectiveConfig, SamplingParams
 from dlm_jax.data import NO_MASK, HubTokenizer, SubwordTokenizer, check_fits, qwen_json
 from dlm_jax.model.lora import STACKS
 from dlm_jax.model.transformer import build
@@ -308,7 +308,7 @@ def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     return settings
 
 
-def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig:
+def _recommended(implied: SamplingParams, said: Mapping[str, Any]) -> SamplingParams:
     """A directory's settings; a length without steps keeps the number of tokens per step."""
     if "temperature" in said:
         said = {"temperature_end": -1.0} | dict(said)
@@ -320,12 +320,12 @@ def _recommended(implied: SampleConfig, said: Mapping[str, Any]) -> SampleConfig
     return sample
 
 
-def implied_sample(family: Family, model: ModelConfig, length: int) -> SampleConfig:
+def implied_sample(family: Family, model: ModelConfig, length: int) -> SamplingParams:
     """The first preset of a family, adapted to a canvas of `length` tokens."""
     settings = _fitted(next(iter(family.presets.values()), {}), model)
     if settings.get("gen_length", 0) > length:
         settings |= {"gen_length": length, "steps": length}
-    return SampleConfig(**settings)
+    return SamplingParams(**settings)
 
 
 def read_tokenizer(
@@ -429,7 +429,7 @@ def read_settings(
     return found
 
 
-def settings_fields(sample: SampleConfig, implied: SampleConfig) -> dict[str, Any]:
+def settings_fields(sample: SamplingParams, implied: SamplingParams) -> dict[str, Any]:
     """The fields of generation_config.json from which `read_settings` restores `sample`."""
     names = {name: field for field, name in _SHARED.items()}
     fields: dict[str, Any] = {}
@@ -580,7 +580,7 @@ def restored(kept: Mapping[str, Any], config: Config) -> dict[str, Any]:
     family = None
     with contextlib.suppress(ValueError):
         family = family_for(dataclasses.replace(config.model, lora_rank=0))
-    plain = SampleConfig()
+    plain = SamplingParams()
     own = {
         name: value for name, value in vars(config.sample).items() if value != getattr(plain, name)
     }
@@ -737,7 +737,7 @@ def _with_zero_biases(params: Params) -> Params:
     return found
 
 
-def _settings(family: Family, config: Config, implied: SampleConfig) -> dict[str, Any]:
+def _settings(family: Family, config: Config, implied: SamplingParams) -> dict[str, Any]:
     """The fields of generation_config.json for the settings, including those of the family."""
     sample, own = config.sample, {}
     if sample != implied:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dlm_jax.config import ModelConfig, SampleConfig
+from dlm_jax.config import ModelConfig, SamplingParams
 from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.types import Params
 
@@ -298,7 +298,7 @@ class Family:
     generates_from_mask: bool = True
     process: str = "masked"
     recommended: Callable[[Mapping[str, Any], ModelConfig], dict[str, Any]] = lambda *_: {}
-    spoken: Callable[[SampleConfig, ModelConfig], dict[str, Any]] = lambda *_: {}
+    spoken: Callable[[SamplingParams, ModelConfig], dict[str, Any]] = lambda *_: {}
     other_names: tuple[tuple[str, str], ...] = ()
 
     def said(self, config: Mapping[str, Any]) -> dict[str, Any]:

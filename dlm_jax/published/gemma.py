@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_jax.config import ModelConfig, SampleConfig
+from dlm_jax.config import ModelConfig, SamplingParams
 from dlm_jax.published import family
 from dlm_jax.published.family import DENSE, QWEN, Family, FileFields, Source
 
@@ -230,7 +230,7 @@ def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def _spoken(sample: SampleConfig, model: ModelConfig) -> dict[str, Any]:
+def _spoken(sample: SamplingParams, model: ModelConfig) -> dict[str, Any]:
     """The inverse of `_recommended`; empty if no fields can express the settings."""
     num_canvases = max(-(-sample.gen_length // model.block_length), 1)
     steps, rest = divmod(sample.steps, num_canvases)

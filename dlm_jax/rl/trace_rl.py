@@ -18,7 +18,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.config import RLConfig, SampleConfig
+from dlm_jax.config import RLConfig, SamplingParams
 from dlm_jax.inference.pure import replay
 from dlm_jax.rl.policy import Estimator, Rollout
 from dlm_jax.types import Network, Params
@@ -26,7 +26,7 @@ from dlm_jax.types import Network, Params
 _WRITINGS_SUFFICE = ("random", "random_filled", "ancestral", "left_to_right")
 
 
-def trace_rl(settings: RLConfig, sample: SampleConfig) -> Estimator:
+def trace_rl(settings: RLConfig, sample: SamplingParams) -> Estimator:
     every_draw = sample.order not in _WRITINGS_SUFFICE or sample.fill != "parallel"
 
     def log_probs(network: Network, params: Params, rollout: Rollout, noise: None) -> jax.Array:

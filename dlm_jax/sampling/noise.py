@@ -206,6 +206,7 @@ class Posterior(NoiseRule):
             low=ABOVE_ZERO,
             high=1.0,
             activates=False,
+            is_preset=True,
         )
     )
     process: NoiseProcess = fact("process")
@@ -218,6 +219,7 @@ class Posterior(NoiseRule):
             "forward pass if the canvas has MASK",
             choices={"probability": (), "critic": ("head:critic",)},
             activates=False,
+            is_preset=True,
         )
     )
     schedule: NoiseSchedule = fact("noise")
@@ -326,6 +328,7 @@ class EntropyRenoise(NoiseRule):
             low=0.0,
             high=1e6,
             activates=False,
+            is_preset=True,
         )
     )
 

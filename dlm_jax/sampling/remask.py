@@ -387,6 +387,7 @@ class Renoise(Rule):
             "cosine",
             "re-noise: linear or cosine interpolation between the two shares",
             choices=SCHEDULES,
+            is_preset=True,
         )
     )
 

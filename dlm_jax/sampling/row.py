@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
@@ -10,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.settings import (
-    FINITE,
     Rule,
     Setting,
     fact,
@@ -34,8 +35,6 @@ TIES = Setting(
     choices={"key": "key", "lower": "lower"},
     is_preset=True,
 )
-_SEED = Setting("seed", 0, "random seed of the row", low=0, high=FINITE)
-_CAPACITY = Setting("capacity", 0, "maximum number of tokens in a row after edits", low=0)
 
 
 @rule
@@ -47,7 +46,6 @@ class RowParams(Rule):
     """
 
     steps_B: jax.Array = per_row(STEPS)
-    seed_B: jax.Array = per_row(_SEED, column=lambda rows: np.array(rows, np.uint32))
     block_length_B: jax.Array = per_row(
         Setting(
             "block_length",
@@ -80,7 +78,6 @@ class RowParams(Rule):
     resamples_B: jax.Array = per_row(
         Setting("resample", False, "treat every token that is not given as a hole at every step")
     )
-    capacity_B: jax.Array = per_row(_CAPACITY)
     max_new_B: jax.Array = per_row(
         Setting(
             "max_new_tokens",
@@ -92,10 +89,20 @@ class RowParams(Rule):
     )
     ties_B: jax.Array = per_row(TIES)
     block_unit: int = fact("block_length", 0)
+    seed_B: Any = None
+    capacity_B: Any = None
+
+    @classmethod
+    def columns(cls, rows: Sequence[Any], facts: Any) -> RowParams:
+        """The settings of the rows, and their attributes ``seed`` and ``capacity``, if any."""
+        seed_B, capacity_B = (
+            np.array([getattr(row, name, 0) for row in rows], dtype)
+            for name, dtype in (("seed", np.uint32), ("capacity", np.int32))
+        )
+        return replace(super().columns(rows, facts), seed_B=seed_B, capacity_B=capacity_B)
 
 
-ROW_SETTINGS = tuple(s for s in RowParams.settings() if s not in (_SEED, _CAPACITY))
-"""The settings of `RowParams`, except the seed and the capacity."""
+ROW_SETTINGS = RowParams.settings()
 
 
 def check_space(name: str, row: Any, facts: Any, does: str) -> None:

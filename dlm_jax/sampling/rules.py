@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
+from dlm_jax.moved import moved_member
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
 from dlm_jax.sampling.commit.commit_rule import OrderRule
 from dlm_jax.sampling.commit.orders import NoiseSchedule
@@ -30,7 +33,7 @@ from dlm_jax.settings import (
     check_ids,
     nearest,
     on_device,
-    static_values,
+    require,
 )
 
 
@@ -164,11 +167,6 @@ class RuleTable:
     renoise: Mapping[str, type[Renoise]]
     structure: Mapping[str, type[Structure]]
 
-    def rules(self) -> tuple[type[Rule], ...]:
-        """All rules."""
-        entries = (entry for slot in SLOTS for entry in getattr(self, slot).values())
-        return tuple(cls for e in entries for cls in (e if isinstance(e, tuple) else (e,)))
-
     @functools.cached_property
     def settings(self) -> dict[str, Setting]:
         """All settings of a request, keyed by name.
@@ -176,6 +174,11 @@ class RuleTable:
         Raises:
           ValueError: if two rules declare the same setting with different definitions.
         """
+        auto = (
+            "wavefront for a model of masked noise with a trained sampler head, with "
+            "sampler_even_odd unless that is given; parallel for other models"
+        )
+        off = {"none": ""}
         chosen = (
             _choice(
                 "order",
@@ -184,44 +187,33 @@ class RuleTable:
                 self.commit,
                 aliases=("remasking", "alg"),
             ),
-            _choice(
-                "fill",
-                AUTO,
-                "rule for the candidates of a step",
-                self.fill,
-                {
-                    AUTO: "wavefront for a model of masked noise with a trained sampler head, with "
-                    "sampler_even_odd unless that is given; parallel for other models"
-                },
-            ),
+            _choice("fill", AUTO, "rule for the candidates of a step", self.fill, {AUTO: auto}),
             _choice(
                 "remask",
                 "none",
                 "rule for the tokens that become holes after a step",
                 self.remask,
-                {"none": ""},
+                off,
             ),
             _choice(
                 "edit_scoring", "uncertainty", "edit: rule for insertions and deletions", self.edit
             ),
             _choice(
-                "cache",
-                "none",
-                "keys and values that are cached between steps",
-                self.cache,
-                {"none": ""},
+                "cache", "none", "keys and values that are cached between steps", self.cache, off
             ),
             Setting(
                 "chain",
                 tuple(self.transforms),
                 "logit transforms in order of application",
-                parse=self._parsed_chain,
+                parse=self._parse_chain,
                 hint=tuple[str, ...],
                 aliases=("samplers",),
             ),
         )
         found: dict[str, Setting] = {}
-        own = (s for cls in self.rules() for s in cls.settings())
+        entries = (entry for slot in SLOTS for entry in getattr(self, slot).values())
+        rules = (cls for e in entries for cls in (e if isinstance(e, tuple) else (e,)))
+        own = (setting for cls in rules for setting in cls.settings())
         for setting in (GEN_LENGTH, *ROW_SETTINGS, *chosen, DRAW, EDIT, *own, IGNORE_EOS):
             if found.setdefault(setting.name, setting) is not setting:
                 raise ValueError(
@@ -230,10 +222,17 @@ class RuleTable:
                 )
         return found
 
-    @property
+    @functools.cached_property
     def request_settings(self) -> dict[str, Setting]:
         """The settings that flags, keys and fields of requests can set."""
         return {name: s for name, s in self.settings.items() if not s.is_preset}
+
+    def name_of(self, slot: str, cls: type[Rule]) -> str:
+        """The name of a rule; empty if it is not in the table."""
+        for name, entry in getattr(self, slot).items():
+            if cls is entry or (isinstance(entry, tuple) and cls in entry):
+                return name
+        return ""
 
     def named(self, slot: str, row: Any) -> Any:
         """The rule class in a slot for a row with these settings, or None.
@@ -264,12 +263,8 @@ class RuleTable:
         return (*self.of(row), *self.chained(row))
 
     def static(self, row: Any) -> tuple[Any, ...]:
-        """The static settings of a row. Rows with the same static settings can share a program."""
-        named, kept = (
-            tuple((cls, static_values(cls, row)) for cls in classes)
-            for classes in (self.of(row), self.chained(row))
-        )
-        return (named, row.chain, kept, row.draw, row.guidance > 0)
+        """The static settings of the rules of a row."""
+        return (row.chain, *((cls, cls.static_values(row)) for cls in self.checks(row)))
 
     def pack(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
         """The result of `columns` on the device."""
@@ -277,12 +272,9 @@ class RuleTable:
 
     def columns(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
         """The rules for rows with the same static settings, with parameters in host arrays."""
-
-        def packed(slot: str) -> Any:
-            cls = self.named(slot, rows[0])
-            return None if cls is None else cls.columns(rows, facts)
-
-        return Rules(self.chain_columns(rows, facts), *map(packed, Rules._fields[1:]))
+        classes = (self.named(slot, rows[0]) for slot in Rules._fields[1:])
+        rules: list[Any] = [None if cls is None else cls.columns(rows, facts) for cls in classes]
+        return Rules(self.chain_columns(rows, facts), *rules)
 
     def pack_chain(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
         """The result of `chain_columns` on the device."""
@@ -296,14 +288,15 @@ class RuleTable:
         remains allowed unless the row ignores EOS. Candidates that violate the row's structure are
         removed next. The rows must have passed `check_chain`.
         """
-        bans = [self.banned(row, facts) for row in rows]
-        pairs = [[(token, -math.inf) for token in ban] for ban in bans]
-        parts: list[tuple[str, Any]] = [("bans", LogitBias.of_pairs(pairs, facts.vocab_size))]
+        pairs = [[(token, -math.inf) for token in self.banned(row, facts)] for row in rows]
         first = self.named("structure", rows[0])
         classes = [("structure", first)] if first else []
         classes += [(name, cls) for name in rows[0].chain for cls in self.transforms[name]]
-        parts += [(name, cls.columns(rows, facts)) for name, cls in classes]
-        return chain(*(t for _, t in parts), names=tuple(name for name, _ in parts))
+        return chain(
+            LogitBias.of_pairs(pairs, facts.vocab_size),
+            *(cls.columns(rows, facts) for _, cls in classes),
+            names=("bans", *(name for name, _ in classes)),
+        )
 
     def in_use(self, row: Any) -> tuple[str, ...]:
         """The names of the non-neutral transforms in a row's chain.
@@ -329,7 +322,22 @@ class RuleTable:
         The chain is not supported if an id lies outside the vocabulary, if all ids are banned, or
         if a setting is given but its transform is missing from the chain.
         """
-        self._check_complete(row)
+        # All settings without their transform are named; the model can have recommended them.
+        missing = {
+            setting: name
+            for name, classes in self.transforms.items()
+            if name not in row.chain and any(cls.is_used(row) for cls in classes)
+            for setting in (s for cls in classes for s in cls.settings() if s.activates)
+            if getattr(row, setting.name) != setting.default
+        }
+        for setting, name in missing.items():
+            neutral = ", ".join(f"{s.name}={s.default!r}" for s in missing)
+            raise SettingError(
+                setting.name,
+                getattr(row, setting.name),
+                f"requires {name!r}, which the chain lacks",
+                f"add {', '.join(dict.fromkeys(missing.values()))} to the chain, or set {neutral}",
+            )
         biased = [id_ for id_, _ in row.logit_bias]
         for what, ids in (
             ("banned_ids", frozenset(facts.banned_ids) - frozenset(facts.eos_ids)),
@@ -343,49 +351,25 @@ class RuleTable:
         if len(self.banned(row, facts)) >= facts.vocab_size:
             raise ValueError(f"all {facts.vocab_size} tokens are banned; allow at least one")
 
-    def _check_complete(self, row: Any) -> None:
-        """Raises ValueError if a setting is given but its transform is missing from the chain.
-
-        The message names all such settings, which can come from the model's recommendations.
-        """
-        missing = {
-            setting: name
-            for name, classes in self.transforms.items()
-            if name not in row.chain and any(cls.is_used(row) for cls in classes)
-            for setting in (s for cls in classes for s in cls.settings() if s.activates)
-            if getattr(row, setting.name) != setting.default
-        }
-        if missing:
-            (setting, name), *_ = missing.items()
-            neutral = ", ".join(f"{s.name}={s.default!r}" for s in missing)
-            raise SettingError(
-                setting.name,
-                getattr(row, setting.name),
-                f"requires {name!r}, which the chain lacks",
-                f"add {', '.join(dict.fromkeys(missing.values()))} to the chain, or set {neutral}",
-            )
-
-    def _parsed_chain(self, names: Any) -> tuple[str, ...]:
-        is_list = isinstance(names, list | tuple)
-        if not is_list or not all(isinstance(name, str) for name in names):
-            raise SettingError(
-                "chain", names, "is not a list of names", "for example, use ['top_k']"
-            )
+    def _parse_chain(self, names: Any) -> tuple[str, ...]:
+        is_list = isinstance(names, list | tuple) and all(isinstance(n, str) for n in names)
+        require(is_list, "chain", names, "is not a list of names", "for example, use ['top_k']")
         for name in names:
             if name not in self.transforms:
-                known = tuple(self.transforms)
-                raise SettingError(
-                    "chain",
-                    UNSET,
-                    f"has unknown name {brief(name)}",
-                    f"{nearest(name[:60], known)}",
-                )
-            if list(names).count(name) > 1:
-                raise SettingError(
-                    "chain", UNSET, f"has {name!r} {list(names).count(name)} times", "name it once"
-                )
+                why = f"has unknown name {brief(name)}"
+                raise SettingError("chain", UNSET, why, nearest(name[:60], tuple(self.transforms)))
+            count = list(names).count(name)
+            require(count == 1, "chain", UNSET, f"has {name!r} {count} times", "name it once")
         return tuple(names)
 
+
+_NOT_SETTINGS = """
+    batch_size checkpoint commit defaults draft edits every help host_sampler id infill inserts
+    is_greedy is_noise max_candidates max_length model num_processes num_samples on_commits output
+    process_id prompt prompts read_back refines remasks renoises report_chain rules seed table
+    template tokens trace transforms version watch
+"""
+"""Names that requests, `SamplingParams` or ``sample.py`` already use."""
 
 BUILT_IN = RuleTable(
     TRANSFORMS,
@@ -398,6 +382,121 @@ BUILT_IN = RuleTable(
     {Structure.name: Structure},
 )
 """The rules that this package provides."""
+
+
+@functools.lru_cache(maxsize=64)
+def _extended(classes: tuple[type[Rule], ...]) -> RuleTable:
+    table = BUILT_IN
+    for cls in classes:
+        slot = _slot_of(cls)
+        if table.name_of(slot, cls):
+            continue
+        known: Mapping[str, Any] = getattr(table, slot)
+        if cls.name in known or cls.name == "none":
+            raise ValueError(
+                f"rule {cls.__name__} has the name {cls.name!r}, which is already taken"
+            )
+        entry = (cls,) if slot == "transforms" else cls
+        table = replace(table, **{slot: {**known, cls.name: entry}})
+    # Every boolean setting also has a negated flag.
+    opposites = {f"no_{name}" for name, s in table.settings.items() if s.kind is bool}
+    aliases = {alias for s in BUILT_IN.settings.values() for alias in s.aliases}
+    taken = {*_NOT_SETTINGS.split(), *opposites, *aliases}
+    for name in table.settings.keys() - BUILT_IN.settings.keys():
+        if name in taken or not name.isidentifier():
+            raise ValueError(f"a setting cannot have the name {name!r}; choose another")
+    return table
+
+
+def with_rules(rules: Any) -> RuleTable:
+    """The built-in rules and those of `rules`, as in `classes_of`."""
+    return _extended(tuple(dict.fromkeys(classes_of(rules))))
+
+
+def classes_of(rules: Any) -> Sequence[type[Rule]]:
+    """The rules that a module and its submodules define, or those of a sequence of classes and
+    modules; none for None.
+    """
+    if rules is None:
+        return ()
+    if isinstance(rules, ModuleType):
+        found = [
+            cls
+            for cls in vars(rules).values()
+            if isinstance(cls, type)
+            and issubclass(cls, Rule)
+            and _is_registered(cls)
+            and f"{cls.__module__}.".startswith(f"{rules.__name__}.")
+        ]
+        if not found:
+            raise ValueError(f"rules={rules.__name__} defines no rule; see docs/own_rules.md")
+        return found
+    if not isinstance(rules, list | tuple):
+        raise ValueError(
+            f"rules is {shown_rule(rules)}; pass a list of classes or a module with classes"
+        )
+    found = []
+    for cls in rules:
+        if not isinstance(cls, ModuleType) and not (
+            isinstance(cls, type) and issubclass(cls, Rule)
+        ):
+            raise ValueError(
+                f"rules has {cls!r}, which is not a rule; pass classes decorated by dlm_jax.rule "
+                "that subclass CommitRule, LogitTransform, ..."
+            )
+        found += classes_of(cls) if isinstance(cls, ModuleType) else [cls]
+    return found
+
+
+def shown_rule(value: Any) -> str:
+    """A value given for a rule, for an error message; rules with arrays are shown by class."""
+    if isinstance(value, str | int | float):
+        return repr(value)
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _slot_of(cls: type[Rule]) -> str:
+    """The slot of a custom rule; ValueError if the rule lacks what the slot requires."""
+    slots = {name: slot for name, slot in SLOTS.items() if slot.selector}
+    slot = next((name for name, slot in slots.items() if issubclass(cls, slot.base)), None)
+    if slot is None or not _is_registered(cls):
+        bases = ", ".join(slot.base_name for slot in slots.values())
+        raise ValueError(
+            f"rule {cls.__name__} has no kind; decorate it with dlm_jax.rule and subclass one of "
+            f"{bases}"
+        )
+    base: Any = next((c for c in cls.__mro__[1:] if "required" in vars(c)), slots[slot].base)
+    required = [n for n in getattr(base, "required", ()) if getattr(cls, n) is getattr(base, n)]
+    for name in (*required, *(n for n in dir(cls) if _is_abstract(getattr(cls, n)))):
+        owner = next(c for c in cls.__mro__ if name in vars(c))
+        raise ValueError(f"rule {cls.__name__} lacks {name}(), which {owner.__name__} requires")
+    for name in dir(cls) if slot in ("commit", "remask") else ():
+        if advice := moved_member(name):
+            raise ValueError(f"rule {cls.__name__} defines {name}, {advice}")
+    fields = [field.metadata for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    per_row = [meta["setting"] for meta in fields if "column" in meta]
+    if slot == "transforms":
+        per_row = [s for s in per_row if s.activates and not s.is_list]
+    needs_row = slot in ("transforms", "remask", "edit") and cls.is_active is base.is_active
+    if needs_row and not per_row:
+        raise ValueError(
+            f"rule {cls.__name__} has no per-row setting that enables it; declare one, or define "
+            "is_active() and is_used()"
+        )
+    known = [field.name for field in dataclasses.fields(ModelFacts)]
+    for fact in (meta["fact"] for meta in fields if "fact" in meta):
+        if fact not in known:
+            advice = nearest(fact, known)
+            raise ValueError(f"rule {cls.__name__} requires the fact {fact!r}; {advice}")
+    return slot
+
+
+def _is_abstract(member: Any) -> bool:
+    return getattr(member, "__isabstractmethod__", False)
+
+
+def _is_registered(cls: type) -> bool:
+    return "__dataclass_fields__" in vars(cls) and "identity" in vars(cls)["__dataclass_fields__"]
 
 
 def _choice(

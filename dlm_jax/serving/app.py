@@ -33,13 +33,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import dlm_jax
+from dlm_jax import Counters
 from dlm_jax.inference.engine import AsyncEngine, Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import NewText, TextReader
-from dlm_jax.inference.request import Request
+from dlm_jax.inference.request import Request, is_broken
 from dlm_jax.inference.results import Row, given_row
-from dlm_jax.inference.structure_checks import is_broken
-from dlm_jax.sampling.row import Counters
 from dlm_jax.serving.http import (
     LOGGER,
     Events,

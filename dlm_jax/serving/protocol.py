@@ -1,8 +1,8 @@
 """The request fields, their conversion to rows, and the objects in responses.
 
-Each field is declared once, in the class of its endpoint or in `SamplingFields`. Every setting is
-also a field (docs/settings.md). `Planner` converts requests to rows, and `Answer` creates the
-objects in responses.
+Each field is declared once, in the class of its endpoint or in `SamplingFields`; the fields of
+settings are generated (docs/settings.md). `Planner` converts requests to rows, and `Answer` creates
+the objects in responses.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import pydantic
 from pydantic import Field
 
 from dlm_jax.config import layered
-from dlm_jax.config.schema import PRESETS
 from dlm_jax.data import Tokenizer, bytes_of
 from dlm_jax.inference import token_logprobs
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.reader import NewText, TextReader, stops_of
 from dlm_jax.inference.request import (
     Request,
@@ -41,10 +39,11 @@ from dlm_jax.inference.request import (
 )
 from dlm_jax.inference.results import Row
 from dlm_jax.published.chat import RESERVED
-from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.sampling.params import PRESETS
+from dlm_jax.sampling.rules import BUILT_IN, with_rules
 from dlm_jax.serving import tools
 from dlm_jax.serving.parts import text_parts
-from dlm_jax.settings import UNSET, SettingError, nearest, renamed
+from dlm_jax.settings import FINITE, UNSET, Setting, SettingError, nearest, renamed
 
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -216,8 +215,29 @@ _FORMATS: dict[str, str] = dict.fromkeys(
 """Advice about fields of other servers."""
 
 
-class SamplingFields(pydantic.BaseModel):
-    """Fields of all sampling requests; other names are settings (docs/settings.md).
+def _field_of(setting: Setting) -> Any:
+    """The optional field for a setting. Its schema has type, range and help; the record of the
+    settings checks the value.
+    """
+    schema = pydantic.TypeAdapter(setting.annotation).json_schema()
+    if setting.kind in (int, float):
+        limits = {"minimum": setting.low, "maximum": setting.high}
+        schema |= {name: limit for name, limit in limits.items() if abs(limit) < FINITE}
+    note = {"description": setting.help, "default": None}
+    return Annotated[
+        Any, pydantic.WithJsonSchema({"anyOf": [schema, {"type": "null"}]} | note)
+    ], None
+
+
+SettingFields = pydantic.create_model(
+    "SettingFields",
+    **{name: _field_of(setting) for name, setting in BUILT_IN.request_settings.items()},
+)
+"""One field per setting (docs/settings.md), such as ``temperature`` and ``top_p``."""
+
+
+class SamplingFields(SettingFields):
+    """Fields of all sampling requests, and of the settings. Custom rules can declare others.
 
     An alias of a setting (`dlm_jax.settings.Setting.aliases`) has the effect of the setting.
 
@@ -292,6 +312,13 @@ class SamplingFields(pydantic.BaseModel):
     def named(self) -> Mapping[str, str]:
         """The names that the endpoint has for fields of this class, by field."""
         return {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The given settings and fields that the class does not declare."""
+        declared = {name: getattr(self, name) for name in SettingFields.model_fields}
+        given = declared | (self.model_extra or {})
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def has_usage(self) -> bool:
@@ -670,7 +697,7 @@ class Planner:
         self._rules = {
             name: self._defaults.pop(name) for name in ("rules",) if name in self._defaults
         }
-        self._table = with_rules(tuple(self._rules.get("rules", ())))
+        self._table = with_rules(self._rules.get("rules", ()))
         self._settings = self._table.request_settings
         self._known: dict[Any, Any] = {}
         self._patterns: dict[bytes, str] = {}  # of earlier requests, by shape
@@ -814,8 +841,8 @@ class Planner:
 
     def shape(self, asked: SamplingFields) -> bytes | None:
         """Returns a key for the fields that determine a request's structure; None without one."""
-        form, extra = asked.response_format, asked.model_extra or {}
-        structure = extra.get("structure", self._defaults.get("structure"))
+        form = asked.response_format
+        structure = asked.settings.get("structure", self._defaults.get("structure"))
         chat = asked if isinstance(asked, Chat) and asked.tools is not None else None
         if form is None and chat is None and not structure:
             return None
@@ -891,7 +918,8 @@ class Planner:
             raise refused("read_back and diffusing cannot be combined; remove one", "read_back")
         settings = self._own_settings(asked, length)
         reads = "read_back" if asked.read_back else "logprobs" if asked.rivals else ""
-        shape = "structure" if settings.get("structure") else "response_format"
+        text = settings.get("structure", self._defaults.get("structure"))
+        shape = "structure" if text else "response_format"
         shape = "tools" if isinstance(asked, Chat) and asked.functions else shape
         try:
             pattern = self._pattern(asked)
@@ -902,7 +930,13 @@ class Planner:
             raise refused("tools and diffusing cannot be combined; remove one", "diffusing")
         if structure is not None:
             length = asked.max_tokens or self._room(asked)
-            settings = structured(self.model, settings, length) | {"structure": structure}
+            try:
+                known = layered(self._defaults, settings, table=self._table)
+                settings = structured(self.model, known | self._rules, length) | {
+                    "structure": structure
+                }
+            except ValueError as error:
+                raise of_value(error, shape, asked.named) from None
         count = asked.n or 1
         if count * len(contents) > self.limits.rows:
             name = "n" if count > 1 else "prompt"
@@ -917,7 +951,7 @@ class Planner:
             raise refused(f"{name} can truncate a structure; remove {name} or {shape}", name)
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         common = {"seed": seed, "max_length": self._room(asked), "read_back": bool(reads)}
-        common |= self._rules
+        common |= self._rules | self._defaults
         if reads:
             settings = self._same_fill(settings)
         requests: list[Request] = []
@@ -930,7 +964,7 @@ class Planner:
                 shape,
                 reads,
             )
-        text, key = pattern or settings.get("structure"), self.shape(asked)
+        text, key = pattern or text, self.shape(asked)
         if isinstance(text, str) and text and key is not None:
             if len(self._patterns) > _REMEMBERED:
                 self._patterns.clear()
@@ -978,7 +1012,8 @@ class Planner:
         reading candidates does not change the text.
         """
         try:
-            sample = settings_of_call(self.model, settings | self._rules)
+            known = layered(self._defaults, settings, table=self._table)
+            sample = settings_of_call(self.model, known | self._rules)
         except ValueError:
             return settings  # `make_requests` reports the error
         pinned = {"fill": sample.fill}
@@ -994,10 +1029,8 @@ class Planner:
             raise of_value(error, "stop", asked.named) from None
 
     def _own_settings(self, asked: SamplingFields, length: int | None) -> dict[str, Any]:
-        """Returns the settings of a request by name. Each setting is validated separately."""
-        given = {
-            name: value for name, value in (asked.model_extra or {}).items() if value is not None
-        }
+        """Returns the given settings by name; `make_requests` checks their values."""
+        given = asked.settings
         if length is not None:
             if given.get("gen_length", length) != length:
                 raise refused(
@@ -1007,11 +1040,9 @@ class Planner:
         for name, value in given.items():
             if name not in self._settings:
                 raise self._unknown(asked, name[:60])
-            try:
-                self._settings[name].checked(value)
-            except ValueError as error:
-                raise of_value(error, name, asked.named) from None
-        return layered(self._defaults, given, table=self._table)
+            if isinstance(value, list) and not self._settings[name].is_list:
+                raise refused(f"{name} is a list; a request has one value", name)
+        return given
 
     def _unknown(self, asked: SamplingFields, name: str) -> ApiError:
         """Returns the error for a name that is neither a setting nor a field of the endpoint."""
@@ -1029,7 +1060,8 @@ class Planner:
         """Returns a regular expression for the answer: for calls, calls or text with ``auto``, or a
         response format.
         """
-        form, has_structure = asked.response_format, "structure" in (asked.model_extra or {})
+        form, structure = asked.response_format, asked.settings.get("structure")
+        has_structure = structure is not None
         shaped = form is not None and form.type != "text"
         if isinstance(asked, Chat) and (functions := asked.functions):
             if shaped or has_structure:
@@ -1041,7 +1073,7 @@ class Planner:
                 may_talk=asked.tool_choice in (None, "auto"),
             )
         if form is None or not shaped:
-            return (asked.model_extra or {}).get("structure") or None
+            return BUILT_IN.settings["structure"].checked(structure) if structure else None
         if has_structure:
             raise refused(
                 "structure is another name of response_format; pass only one of them", "structure"
@@ -1554,7 +1586,6 @@ class ResponseAnswer(Answer):
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         asked = self.asked
         assert isinstance(asked, Responses)
-        more = asked.model_extra or {}
         form = None if asked.text is None else asked.text.format
         shown = (
             {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
@@ -1570,8 +1601,8 @@ class ResponseAnswer(Answer):
             "model": self.model,
             "output": output,
             "max_output_tokens": asked.max_output_tokens or asked.max_tokens,
-            "temperature": more.get("temperature"),
-            "top_p": more.get("top_p"),
+            "temperature": asked.settings.get("temperature"),
+            "top_p": asked.settings.get("top_p"),
             "text": {"format": shown},
             "tools": [],
             "tool_choice": "none",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dlm_jax.sampling.replay import Trace
+from dlm_jax import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

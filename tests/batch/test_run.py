@@ -20,25 +20,24 @@ from dlm_jax.batch import runner
 from dlm_jax.batch.request_file import RequestFile, share
 from dlm_jax.batch.result_file import Results
 from dlm_jax.batch.runner import describe_model, describe_settings, run_requests
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.data.tokenizers import CharacterTokenizer
 from dlm_jax.distributed.partitions import digest_of
-from dlm_jax.inference import own_rules
 from dlm_jax.inference import request as requesting
 from dlm_jax.inference.request import only_chains_in_use
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.slots import Slots
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.sampling.rules import BUILT_IN, with_rules
 from dlm_jax.settings import static
 
 MODEL = dataclasses.replace(
     toy_model.MODEL,
     max_length=96,
     # The chain is short, so that it compiles fast.
-    sample=SampleConfig(steps=6, chain=("temperature",), order="left_to_right", ignore_eos=True),
+    sample=SamplingParams(steps=6, chain=("temperature",), order="left_to_right", ignore_eos=True),
 )
-KNOWN = [field.name for field in dataclasses.fields(SampleConfig)] + ["infill"]
+KNOWN = [field.name for field in dataclasses.fields(SamplingParams)] + ["infill"]
 REQUESTS = [
     {"id": number, "prompt": "The cat "[: number % 5], "gen_length": 3 + 5 * (number % 7),
      "temperature": 0.5 + number % 3, "steps": 2 + 3 * (number % 4)}
@@ -204,7 +203,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         {"id": "r", "logit_bias": {"999": 1.0}, "chain": ["bias"]},
         {"id": "1", "logit_bias": {"1": 10**400}},
         {"id": "2", "top_k": [3]},
-        {"id": "3", "confidence_without": ["a"]},
+        {"id": "3", "dry_breakers": ["a"]},
     ]
     rows = _run(tmp_path, requests)
     assert len(rows) == len(requests)
@@ -232,7 +231,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
 def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
     """Which ones are follows from what they declare."""
     shared = {name for name, setting in BUILT_IN.request_settings.items() if setting.is_list}
-    table = own_rules.with_rules((Favour,))
+    table = with_rules((Favour,))
     assert {name for name, s in table.request_settings.items() if s.is_list} == {
         *shared,
         "favoured",
@@ -254,13 +253,13 @@ def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
 def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, monkeypatch):
     """What takes the time before the first row of a long file begins."""
     resolved = []
-    resolve = requesting._settings
+    resolve = requesting.resolve
 
     def counted(*arguments, **options):
         resolved.append(arguments)
         return resolve(*arguments, **options)
 
-    monkeypatch.setattr(requesting, "_settings", counted)
+    monkeypatch.setattr(requesting, "resolve", counted)
     requests = [
         {"prompt": f"{'cat '[: n % 4]}", "seed": n, "temperature": (0.5, 1, 1.0)[n % 3]}
         for n in range(60)
@@ -573,9 +572,9 @@ def test_a_host_sampler_that_fails_or_is_refused_costs_its_own_row_alone(
 
 def test_rows_that_are_read_back_resolve_their_settings_once(tmp_path, monkeypatch):
     resolved = []
-    resolve = requesting._settings
+    resolve = requesting.resolve
     monkeypatch.setattr(
-        requesting, "_settings",
+        requesting, "resolve",
         lambda *args, **options: resolved.append(args) or resolve(*args, **options),
     )  # fmt: skip
     requests = [{"prompt": "A ", "read_back": n % 2} for n in range(40)]
@@ -617,7 +616,7 @@ def _of_http(model, requests):
 
 def test_lines_take_stops_and_formats_as_requests_over_http_do(tmp_path):
     model = dataclasses.replace(
-        toy_model.of(toy_model.TEXT + "07"), sample=SampleConfig(chain=("temperature",), steps=4)
+        toy_model.of(toy_model.TEXT + "07"), sample=SamplingParams(chain=("temperature",), steps=4)
     )
     plain = {"prompt": "A ", "seed": 3, "steps": 12, "order": "left_to_right", "ignore_eos": True}
     (row,) = _run(tmp_path, [plain | {"gen_length": 12}], model=model)

@@ -57,7 +57,7 @@ def test_every_decoder_has_eight_settings_that_are_valid_and_differ():
     for decoder, grid in grids.items():
         assert len(grid) == len({arena.name_of(one, grid) for one in grid}) == 8, decoder
         for settings in grid:
-            arena.SampleConfig(**settings)
+            arena.SamplingParams(**settings)
 
 
 def test_texts_of_the_source_itself_are_as_far_from_it_as_the_noise():
@@ -112,4 +112,4 @@ def test_decoders_of_trained_networks_have_eight_settings_too(decoder):
     grid = arena_tasks.TRAINED[decoder]
     assert len({arena.name_of(one, grid) for one in grid}) == 8
     for settings in grid:
-        arena.SampleConfig(**settings)
+        arena.SamplingParams(**settings)

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 
 from contrib import oracle
-from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib import decoders
-from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
 from dlm_jax.sampling.commit.commit_rule import log_odds_of, preferences
 from dlm_jax.sampling.commit.orders import linear_quota
+from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.positions import put
 from dlm_jax.sampling.remask import RemaskContext
-from dlm_jax.sampling.rules import ModelFacts
+from dlm_jax.sampling.rules import ModelFacts, with_rules
 
 ROWS, LENGTH, VOCAB, STEPS = 60, 12, 7, 8
 RNG = np.random.default_rng(5)
@@ -25,14 +24,14 @@ IS_HOLE[:, 3] = True
 KEYS = jax.vmap(jax.random.key)(jnp.arange(ROWS))
 COMMON = {1: 0.3, 4: 0.1}
 FACTS = ModelFacts(vocab_size=VOCAB)
-TABLE = with_rules(tuple(classes_of(decoders)))
-SampleConfig = settings_of(TABLE)
+TABLE = with_rules(decoders)
+SamplingParams = params_of(TABLE)
 
 
 def _rule(order, **columns):
     """The rule with a value of each setting for each row."""
     rows = [
-        SampleConfig(
+        SamplingParams(
             order=order, confidence="max", common_ids=COMMON,
             **{name: column[row].item() for name, column in columns.items()},
         )
@@ -235,14 +234,14 @@ def test_dependences_decide_what_commits_together():
 
 
 def test_what_reads_attention_maps_needs_a_network_that_shows_them():
-    rule, row = decoders.Dawn, SampleConfig(order="dawn")
+    rule, row = decoders.Dawn, SamplingParams(order="dawn")
     with pytest.raises(
         ValueError, match="order='dawn' requires attention maps, which this network"
     ):
         rule.check_model(row, FACTS)
     rule.check_model(row, dataclasses.replace(FACTS, shows_maps=True))
     with pytest.raises(ValueError, match="cache='prefix' computes no attention maps.*use cache="):
-        SampleConfig(order="dawn", cache="prefix")
+        SamplingParams(order="dawn", cache="prefix")
 
 
 def test_cycles_of_slow_and_fast_steps():
@@ -319,7 +318,7 @@ def test_what_a_rule_keeps_is_never_of_all_ids():
 )
 def test_bad_settings_are_refused_by_name(settings, match):
     with pytest.raises(ValueError, match=match):
-        SampleConfig(**settings)
-    row = SampleConfig(order="position_aware", common_ids={9: 0.1})
+        SamplingParams(**settings)
+    row = SamplingParams(order="position_aware", common_ids={9: 0.1})
     with pytest.raises(ValueError, match="common_ids has id 9, outside the vocabulary of 7"):
         decoders.PositionAware.check_model(row, FACTS)

@@ -11,8 +11,7 @@ import dlm_jax
 from dlm_jax import moved
 from dlm_jax.cli import sample
 from dlm_jax.contrib import decoders, edits
-from dlm_jax.inference.own_rules import classes_of, with_rules
-from dlm_jax.sampling.rules import BUILT_IN, SLOTS
+from dlm_jax.sampling.rules import BUILT_IN, SLOTS, with_rules
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ASKED = {"gen_length": 8, "steps": 8, "seed": 3}
@@ -21,7 +20,7 @@ ASKED = {"gen_length": 8, "steps": 8, "seed": 3}
 @pytest.mark.parametrize("home", sorted(set(moved._HOMES.values())))
 def test_each_name_of_a_module_is_known_to_the_errors(home):
     module = importlib.import_module(f"dlm_jax.contrib.{home}")
-    table = with_rules(tuple(classes_of(module)))
+    table = with_rules(module)
     names = set(table.settings) - set(BUILT_IN.settings)
     for slot, (_, selector, _) in SLOTS.items():
         new = set(getattr(table, slot)) - set(getattr(BUILT_IN, slot))

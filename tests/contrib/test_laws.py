@@ -12,10 +12,10 @@ from sampling import test_replay as replays
 from sampling import test_rules as laws
 
 from dlm_jax.contrib import decoders
-from dlm_jax.inference.own_rules import classes_of, with_rules
 from dlm_jax.sampling.mask_step import propose_step
+from dlm_jax.sampling.rules import classes_of, with_rules
 
-TABLE = with_rules(tuple(classes_of(decoders)))
+TABLE = with_rules(decoders)
 ORDERS = [cls.name for cls in classes_of(decoders) if cls.name in TABLE.commit]
 CASES = {
     f"{order}-{remask}": {"order": order, "remask": remask}

@@ -14,18 +14,17 @@ import toy
 from canvases import FOREVER, Row, holes
 from scipy.stats import chi2
 
-from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib.speculative import Speculative, _verified
-from dlm_jax.inference.own_rules import with_rules
 from dlm_jax.inference.request import Request, check_canvas
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import Threshold
-from dlm_jax.sampling.rules import ModelFacts
+from dlm_jax.sampling.params import params_of
+from dlm_jax.sampling.rules import ModelFacts, with_rules
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.types import Status
 
 UNIT, FIRST, ROWS = 4, 2, 4096
-SampleConfig = settings_of(with_rules((Speculative,)))
+SamplingParams = params_of(with_rules((Speculative,)))
 ALLOWED = [token for token in range(toy.VOCAB_SIZE) if token not in toy.BANNED]
 
 
@@ -154,7 +153,7 @@ def test_greedy_texts_are_those_of_one_token_at_a_time():
 )
 def test_what_does_not_go_together_is_refused_in_one_line(changes, line):
     with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
-        SampleConfig(fill="speculative", **changes)
+        SamplingParams(fill="speculative", **changes)
     assert line in str(refusal.value)
 
 
@@ -166,7 +165,7 @@ def test_fewer_steps_than_verify_every_token_are_refused(given, holes, block_len
     tokens = np.array([FIRST] * given + [toy.MASK] * holes)
 
     def check(steps):
-        sample = SampleConfig(
+        sample = SamplingParams(
             fill="speculative", order="threshold", steps=steps, block_length=block_length
         )
         check_canvas(Request(tokens, sample), facts, mask_id=toy.MASK)

@@ -4,8 +4,8 @@ import pytest
 from inference import test_ties as ties
 
 from dlm_jax.contrib import decoders
-from dlm_jax.inference.own_rules import classes_of
 from dlm_jax.sampling.commit import CommitRule
+from dlm_jax.sampling.rules import classes_of
 
 ORDERS = [cls.name for cls in classes_of(decoders) if issubclass(cls, CommitRule)]
 CASES = [{"order": order, "fill": "parallel"} for order in ORDERS]

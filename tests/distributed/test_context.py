@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
-from dlm_jax.config import Config, DataConfig, MeshConfig, SampleConfig
+from dlm_jax.config import Config, DataConfig, MeshConfig, SamplingParams
 from dlm_jax.distributed.costs import KINDS, parse
 from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.model import context
@@ -181,7 +181,7 @@ def test_the_kernel_on_split_positions_has_the_values_and_gradients_of_the_formu
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_split_are_refused_by_name(model, line):
-    order = SampleConfig(order="left_to_right")
+    order = SamplingParams(order="left_to_right")
     config = Config(model=toy.config(**model), data=DataConfig(seq_len=24), sample=order)
     with pytest.raises(ValueError, match=f"^{line}[^\n]+$"):
         check_model_fits(config, _mesh(data=1, context=2))

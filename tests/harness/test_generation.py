@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import toy_model
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.harness.lm import _WITHOUT_COUNTERPART, asked_of, texts
 from dlm_jax.sampling.rules import BUILT_IN
 
 MODEL = dataclasses.replace(
     toy_model.MODEL,
-    sample=SampleConfig(order="left_to_right", chain=("temperature",), ignore_eos=True, steps=12),
+    sample=SamplingParams(order="left_to_right", chain=("temperature",), ignore_eos=True, steps=12),
 )
 CONTEXTS = ["The cat", "A rat", "", "The", "A"]
 

@@ -10,7 +10,7 @@ import toy
 import toy_model
 
 import dlm_jax
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.diffusion.likelihood import bound_at
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.harness.lm import Evaluated, masks_of, pair_of
@@ -21,7 +21,7 @@ from dlm_jax.published import ChatTemplate, TextTemplate
 
 MODEL = dataclasses.replace(
     toy_model.MODEL,
-    sample=SampleConfig(order="left_to_right", chain=("temperature",), ignore_eos=True, steps=12),
+    sample=SamplingParams(order="left_to_right", chain=("temperature",), ignore_eos=True, steps=12),
 )
 
 

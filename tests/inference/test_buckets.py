@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import toy
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.inference.request import Request, columns
 from dlm_jax.inference.slots import Bucket
 from dlm_jax.sampling.rules import ModelFacts
@@ -17,7 +17,7 @@ CHAIN = ("bias", "dry", "temperature")
 
 
 def _request(seed=0, length=5, **settings):
-    sample = SampleConfig(steps=4, chain=CHAIN, **settings)
+    sample = SamplingParams(steps=4, chain=CHAIN, **settings)
     return Request(np.full(length, toy.MASK, np.int32), sample, seed)
 
 

@@ -10,14 +10,14 @@ import toy_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
-from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.inference.generate import texts_of
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 
 TOKENIZER = toy_model.TOKENIZER
-SHORT = SampleConfig(steps=16, gen_length=16, chain=("temperature",), temperature=0.8)
+SHORT = SamplingParams(steps=16, gen_length=16, chain=("temperature",), temperature=0.8)
 
 
 def _model(**changes) -> Model:

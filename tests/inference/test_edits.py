@@ -10,7 +10,7 @@ import pytest
 import toy_model
 
 import dlm_jax
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import settings_of_call
@@ -18,7 +18,7 @@ from dlm_jax.types import Network, Status
 from dlm_jax.viewing.frames import Kind, changes, frame_of
 
 TOKENIZER = toy_model.TOKENIZER
-SAMPLE = SampleConfig(
+SAMPLE = SamplingParams(
     steps=6, temperature=0.8, chain=("temperature",), schedule="all", ignore_eos=True,
     resample=True, edit=True, insert_ratio_start=0.2, delete_ratio_start=0.3, delete_margin=0.0,
 )  # fmt: skip
@@ -301,7 +301,7 @@ def test_the_preset_is_the_documents_loop_whatever_the_model_recommends(name):
         "top_p",
         "top_k",
     }
-    neutral = SampleConfig(**preset)
+    neutral = SamplingParams(**preset)
     differing = {key for key, value in settled.items() if value != getattr(neutral, key)}
     own_slots = ("edit_gain", "edit_lead", "edit_trials", "edit_replace", "threshold", "sampler_")
     assert not {key for key in differing - free if not key.startswith(own_slots)}
@@ -336,7 +336,7 @@ KNOWING = _knowing()
 )
 def test_rock_becomes_fox_by_one_deletion_and_back_by_one_insertion(draft, wanted, one):
     ids = np.pad(LINE.encode(wanted), (0, 64 - len(wanted)), constant_values=LINE.encode(".")[0])
-    sample = SampleConfig(steps=2, temperature=0.0, chain=("temperature",))
+    sample = SamplingParams(steps=2, temperature=0.0, chain=("temperature",))
     model = Model(KNOWING, {"text": jnp.asarray(ids)}, LINE, max_length=64, sample=sample)
     prompt = {"prompt": draft[:16], "draft": draft[16:], "max_length": 50}
     other = "insert" if one == "deletions" else "delete"

@@ -14,7 +14,7 @@ import toy_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
-from dlm_jax.config import MeshConfig, SampleConfig, resolve
+from dlm_jax.config import MeshConfig, SamplingParams, resolve
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
@@ -26,10 +26,10 @@ from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.types import Network, Status
 
-MODEL = dataclasses.replace(toy_model.MODEL, sample=SampleConfig(steps=6, temperature=0.8))
+MODEL = dataclasses.replace(toy_model.MODEL, sample=SamplingParams(steps=6, temperature=0.8))
 PROMPT = "The "
 # The chain is short, so that it compiles fast.
-LEFT_TO_RIGHT = SampleConfig(
+LEFT_TO_RIGHT = SamplingParams(
     gen_length=5, steps=5, order="left_to_right", chain=("temperature",), temperature=0.8
 )
 SHORT = dataclasses.replace(MODEL, sample=LEFT_TO_RIGHT)
@@ -108,13 +108,15 @@ def test_given_settings_override_what_the_model_recommends():
     asked = {"steps": 3, "temperature": 0.0, "order": "low_confidence", "schedule": "cosine"}
     given = dlm_jax.generate(MODEL, [PROMPT], **asked)
     assert given.steps.tolist() == [3]
-    recommends = dataclasses.replace(MODEL, sample=SampleConfig(**asked))
+    recommends = dataclasses.replace(MODEL, sample=SamplingParams(**asked))
     assert dlm_jax.generate(recommends, [PROMPT]).texts == given.texts
     assert dlm_jax.generate(MODEL, [PROMPT], temperature=1.0).texts != recommended.texts
 
 
 def test_a_given_temperature_holds_at_all_steps_unless_its_end_is_given():
-    recommends = dataclasses.replace(MODEL, sample=SampleConfig(temperature=0.5, temperature_end=2))
+    recommends = dataclasses.replace(
+        MODEL, sample=SamplingParams(temperature=0.5, temperature_end=2)
+    )
     greedy = {"order": "low_confidence", "schedule": "cosine", "temperature": 0.0}
     ours, theirs = (
         dlm_jax.generate(recommends, [PROMPT], seed=seed, **greedy).texts for seed in (1, 2)
@@ -474,7 +476,7 @@ def _truncate(path):
 
 @pytest.mark.slow
 def test_only_the_transforms_in_use_are_compiled_and_the_tokens_stay_the_same(monkeypatch):
-    model = dataclasses.replace(toy_model.MODEL, sample=SampleConfig(steps=4, gen_length=8))
+    model = dataclasses.replace(toy_model.MODEL, sample=SamplingParams(steps=4, gen_length=8))
     chains = []
 
     class Spy(Engine):
@@ -490,7 +492,7 @@ def test_only_the_transforms_in_use_are_compiled_and_the_tokens_stay_the_same(mo
     whole = [request for index, prompt in enumerate(prompts)
              for request in make_requests(model, prompt, asked | {"seed": 5}, index)]  # fmt: skip
     for place, request in enumerate(whole):
-        assert request.sample.chain == SampleConfig().chain
+        assert request.sample.chain == SamplingParams().chain
         with Engine(model, batch_size=1) as engine:
             (row,) = engine.run([request])
         n = ours.lengths[place]

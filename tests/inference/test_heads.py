@@ -12,7 +12,7 @@ import toy_model
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli.common import heads_line
-from dlm_jax.config import Config, SampleConfig
+from dlm_jax.config import Config, SamplingParams
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, untrained_heads
 from dlm_jax.inference.request import make_requests, settings_of_call
@@ -23,7 +23,7 @@ TOKENIZER = toy_model.TOKENIZER
 NETWORK = build(
     toy.config(vocab_size=TOKENIZER.vocab_size, add_sampler_head=True, add_critic_head=True)
 )
-SAMPLE = SampleConfig(steps=4, temperature=0.8, chain=("temperature",))
+SAMPLE = SamplingParams(steps=4, temperature=0.8, chain=("temperature",))
 MODEL = Model(NETWORK, toy.random_params(NETWORK), TOKENIZER, max_length=32, sample=SAMPLE)
 REFINED = {"schedule": "all", "remask": "scheduled", "remask_start": 0.9, "remask_end": 0.5}
 

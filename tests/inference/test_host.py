@@ -11,7 +11,7 @@ import toy
 import toy_model
 from canvases import make_advance
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.sampling.commit import LeftToRight
@@ -30,7 +30,7 @@ MAX_CANDIDATES = 6
 
 def _chain(**changes):
     rows = [
-        SampleConfig(chain=("temperature", "top_k", "mirostat"), **settings)
+        SamplingParams(chain=("temperature", "top_k", "mirostat"), **settings)
         for settings in ({}, changes, {"temperature": 0.5})
     ]
     return BUILT_IN.pack_chain(

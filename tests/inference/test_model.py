@@ -8,12 +8,12 @@ import pytest
 import toy_model
 
 import dlm_jax
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.types import Status
 
 TOKENIZER = toy_model.TOKENIZER
 DOT, SPACE = (int(TOKENIZER.encode(text)[0]) for text in (".", " "))
-SAMPLE = SampleConfig(gen_length=8, steps=8, order="left_to_right", chain=("bias",))
+SAMPLE = SamplingParams(gen_length=8, steps=8, order="left_to_right", chain=("bias",))
 MODEL = dataclasses.replace(toy_model.MODEL, sample=SAMPLE, more_eos_ids=(DOT, SPACE, DOT))
 ENDS = (TOKENIZER.eos_id, DOT, SPACE)
 

@@ -11,11 +11,11 @@ import toy_model
 
 import dlm_jax
 from dlm_jax import MinP, Renoise, Setting, Temperature, Threshold, TopK, TopP, per_row, rule
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.inference.request import make_requests
 
 # It recommends a transform that a list of transforms leaves out.
-SAMPLE = SampleConfig(
+SAMPLE = SamplingParams(
     gen_length=8, steps=8, temperature=0.8, top_k=3, ignore_eos=True,
     chain=("temperature", "top_k", "top_p"),
 )  # fmt: skip
@@ -111,8 +111,7 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
     extended = sample({}, transforms=[..., doubled, TopP(0.5)])
     assert extended.chain == (*SAMPLE.chain, "doubled") and extended.doubled
     assert (extended.temperature, extended.top_k, extended.top_p) == (0.8, 3, 0.5)
-    # A field at its default was not given: the other rule's counts.
-    assert sample({}, transforms=[TopP(0.5), TopK(5, 2)]).min_keep == 2
+    assert sample({}, transforms=[TopP(0.5, 2), TopK(5, 2)]).min_keep == 2
 
 
 def doubled(logits_NV):
@@ -124,16 +123,16 @@ def doubled(logits_NV):
     [
         ({"transforms": [TopK(2), ...]}, "transforms is a ellipsis, which is not a LogitTransform"),
         ({"commit": Threshold(0.5), "order": "random"}, "commit and order both select a rule"),
-        ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is also set by commit"),
+        ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is given twice"),
         (
             {"transforms": [TopP(0.9)], "chain": ("top_p",)},
             "transforms and chain both select a rule",
         ),
         (
-            {"transforms": [TopP(0.9, 2), MinP(0.1, 3)]},
-            "min_keep has different values in two rules",
+            {"transforms": [TopP(0.9, 2), MinP(0.1)]},
+            "min_keep is given twice, with different values; use one value",
         ),
-        ({"transforms": [TopP(0.9), TopP(0.8)]}, "top_p has different values in two rules"),
+        ({"transforms": [TopP(0.9), TopP(0.8)]}, "top_p is given twice"),
         ({"transforms": [TopP(0.9), TopP(0.9)]}, "chain has 'top_p' 2 times; name it once"),
         ({"commit": TopP(0.9)}, "commit is a TopP, which is not a CommitRule"),
         (

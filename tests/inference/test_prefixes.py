@@ -9,7 +9,7 @@ import pytest
 import toy
 import toy_model
 
-from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
@@ -34,7 +34,7 @@ def _model(kind, **more):
     network = build(
         toy.config(vocab_size=TOKENIZER.vocab_size, attention_type=kind, **changes, **more)
     )
-    sample = SampleConfig(chain=("temperature",))
+    sample = SamplingParams(chain=("temperature",))
     params = toy.random_params(network)
     return Model(
         network, params, TOKENIZER, max_length=256, sample=sample, is_causal=kind == "causal"

@@ -9,7 +9,7 @@ import pytest
 import rule_cases
 import toy
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.inference.request import (
     Request,
     check_canvas,
@@ -25,7 +25,7 @@ FACTS = ModelFacts(vocab_size=toy.VOCAB_SIZE, banned_ids=toy.BANNED, eos_ids=(to
 
 
 def _request(*, steps=4, tokens=TOKENS, seed=0, is_draft=None, **settings) -> Request:
-    return Request(tokens, SampleConfig(steps=steps, **settings), seed, is_draft)
+    return Request(tokens, SamplingParams(steps=steps, **settings), seed, is_draft)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_bad_request_is_refused_by_name(changes, said):
 )
 def test_bad_field_is_refused_by_name(name, value, said):
     with pytest.raises(ValueError, match=f"^{said}[^\n]*$"):
-        Request(TOKENS, SampleConfig(), **{name: value})
+        Request(TOKENS, SamplingParams(), **{name: value})
 
 
 def test_fewer_steps_than_blocks_with_work_are_refused():
@@ -80,7 +80,7 @@ def test_rows_that_agree_in_what_is_compiled_in_run_together():
         _request(remask="scheduled", remask_by="critic"), _request(fill="wavefront"),
         _request(guidance=1.0), _request(draw="gumbel"), _request(chain=("temperature",)),
         _request(edit=True, edit_token="mask"), _request(renoise="mask", renoise_start=0.5),
-        Request(TOKENS, SampleConfig(), read_back=True),
+        Request(TOKENS, SamplingParams(), read_back=True),
     ]  # fmt: skip
     groups = group([*alike, *others, *others])
     first = len(alike)

@@ -15,7 +15,7 @@ import pytest
 import toy
 from canvases import Row, holes
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.distributed.partitions import OwnRows
 from dlm_jax.inference.generate import all_requests
 from dlm_jax.inference.host import HostLoop
@@ -41,7 +41,7 @@ FACTS = ModelFacts(vocab_size=toy.VOCAB_SIZE, banned_ids=toy.BANNED, eos_ids=(to
 
 
 def _request(row):
-    sample = SampleConfig(
+    sample = SamplingParams(
         steps=row.steps, temperature=row.temperature, order="random", chain=("temperature",)
     )
     return Request(np.array(row.tokens, np.int32), sample, row.seed)
@@ -144,7 +144,7 @@ def test_calls_tell_the_steps_that_rows_took_and_the_tokens_that_they_wrote():
 
 
 def test_a_slot_freezes_what_was_given_and_not_its_draft_and_no_edit_has_a_step():
-    sample = SampleConfig(
+    sample = SamplingParams(
         steps=2, order="random", schedule="all", resample=True, chain=("temperature",)
     )
     tokens = np.array([1, 2, 3, toy.MASK, 4], np.int32)

@@ -16,7 +16,7 @@ import toy
 import toy_model
 
 import dlm_jax
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.data import ByteTokenizer, CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
@@ -29,7 +29,7 @@ TOKENIZER = CharacterTokenizer.of(LETTERS)
 NETWORK = build(toy.config(vocab_size=TOKENIZER.vocab_size))
 MODEL = Model(
     NETWORK, toy.random_params(NETWORK), TOKENIZER, max_length=48,
-    sample=SampleConfig(chain=("temperature",), steps=24),
+    sample=SamplingParams(chain=("temperature",), steps=24),
 )  # fmt: skip
 SCHEMA = {
     "type": "object",

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli import exporter
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.diffusion.likelihood import causal_nll
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.model.transformer import build
@@ -307,10 +307,10 @@ def test_a_converted_model_is_exported_as_a_family_with_its_formula(tmp_path, wa
         causal.config.model, attention_type=attention, logit_alignment=alignment,
         block_length=block, start_id=-1,
     )  # fmt: skip
-    config = dataclasses.replace(causal.config, model=shape, sample=SampleConfig())
+    config = dataclasses.replace(causal.config, model=shape, sample=SamplingParams())
     model = dataclasses.replace(
         causal, network=build(shape), config=config, family="", is_causal=False,
-        sample=SampleConfig(), presets={},
+        sample=SamplingParams(), presets={},
     )  # fmt: skip
     out = tmp_path / "out"
     dlm_jax.export(model, out)

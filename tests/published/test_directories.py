@@ -8,7 +8,7 @@ import published_cases as cases
 import pytest
 
 import dlm_jax
-from dlm_jax.config import Config, ModelConfig, SampleConfig, TrainConfig
+from dlm_jax.config import Config, ModelConfig, SamplingParams, TrainConfig
 from dlm_jax.data import HubTokenizer, from_json
 from dlm_jax.harness.lm import asked_of, texts
 from dlm_jax.published import read_shape
@@ -219,6 +219,6 @@ def test_training_to_fill_holes_adds_a_mask_and_training_a_causal_model_does_not
     assert config.model.vocab_size == tokenizer.vocab_size == EOS + 2
     assert tokenizer.mask_id == EOS + 1
     model = ModelConfig(attention_type="causal")
-    sample = SampleConfig(order="left_to_right")
+    sample = SamplingParams(order="left_to_right")
     config, tokenizer = adopted(Config(train=train, model=model, sample=sample))
     assert config.model.vocab_size == tokenizer.vocab_size == EOS + 1

@@ -17,7 +17,7 @@ from oracles.published import Oracle
 
 import dlm_jax
 from dlm_jax import devices
-from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.published import family
@@ -327,7 +327,7 @@ def test_a_directory_recommends_what_its_generation_config_says(tmp_path):
 
 
 def test_a_temperature_of_a_directory_holds_at_all_steps_and_an_end_is_kept(tmp_path):
-    implied = SampleConfig(temperature=0.8, temperature_end=0.4)
+    implied = SamplingParams(temperature=0.8, temperature_end=0.4)
     for sample in (
         implied,
         dataclasses.replace(implied, temperature=0.0, temperature_end=-1.0, top_k=5),

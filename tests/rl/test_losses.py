@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import dlm_jax
-from dlm_jax.config import POLICY_LOSSES, RLConfig, SampleConfig
+from dlm_jax.config import POLICY_LOSSES, RLConfig, SamplingParams
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.rl import ESTIMATORS, Rollout, policy_objective
 from dlm_jax.rl.coupled_grpo import coupled_grpo
@@ -31,7 +31,7 @@ TOKENIZER = CharacterTokenizer("abc")
 MASK = TOKENIZER.mask_id
 LETTERS = 3
 SIZE, WIDTH = 3, 4
-SAMPLE = SampleConfig(steps=2, order="random", ignore_eos=True)
+SAMPLE = SamplingParams(steps=2, order="random", ignore_eos=True)
 
 
 def _init(key: jax.Array) -> Any:

@@ -12,7 +12,7 @@ import toy
 from canvases import ROWS, Row, holes
 from oracles import commit as oracle
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.sampling.blocks import first_block, next_block
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.types import Status
@@ -64,7 +64,7 @@ def test_greedy_decoding_in_blocks_equals_the_oracle(order, confidence):
         dataclasses.replace(row, temperature=0.0, block_length=int(rng.integers(1, 9)), steps=24)
         for row in canvases.mixed_rows(4)
     ]
-    settings = [SampleConfig(order=order, confidence=confidence)] * ROWS
+    settings = [SamplingParams(order=order, confidence=confidence)] * ROWS
     rule = BUILT_IN.pack(settings, rule_cases.FACTS).commit
     compared = 0
     for row, result in zip(rows, canvases.run(rows, rule), strict=True):

@@ -135,7 +135,7 @@ def test_edits_of_a_step_are_shifts_in_the_order_of_the_document():
     tokens_BL = np.where(is_live_BL, np.arange(num_positions), pad).astype(np.int32)
     put_BL, gone_BL = (is_live_BL & (rng.random(is_live_BL.shape) < 0.3) for _ in range(2))
     no_BL = np.zeros(is_live_BL.shape, bool)
-    edits = dlm_jax.Edits(put_BL, gone_BL, new)
+    edits = dlm_jax.sampling.edits.Edits(put_BL, gone_BL, new)
     capacity_B = np.full(num_rows, num_positions)
     place_map = jax.jit(position_map_of)(edits, no_BL, length_B, capacity_B)
     after_BL = moved(place_map, jnp.asarray(tokens_BL), edits.token, pad)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from oracles import remask
 
 import dlm_jax
-from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import make_mesh, split_rows
 from dlm_jax.sampling.commit.commit_rule import log_each, log_subset
 from dlm_jax.sampling.draw import log_prob
@@ -217,7 +217,7 @@ def test_the_gradient_of_the_expected_reward_is_that_by_enumeration():
 
 @pytest.mark.slow
 def test_the_slope_through_every_transform_is_that_of_finite_differences():
-    sample = SampleConfig(
+    sample = SamplingParams(
         temperature=0.8, dynatemp_range=0.3, top_n_sigma=3.0, top_k=100, typical_p=0.95, top_p=0.9,
         min_p=0.01, xtc_probability=0.5, repetition_penalty=1.2, dry_multiplier=0.8,
         logit_bias=((3, 1.0),),

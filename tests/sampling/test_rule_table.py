@@ -13,7 +13,7 @@ import transform_cases as tc
 from oracles import chain as oracle
 from oracles import near, samplers
 
-from dlm_jax.config import SampleConfig, resolve
+from dlm_jax.config import SamplingParams, resolve
 from dlm_jax.sampling import transforms as tf
 from dlm_jax.sampling.propose import Wavefront
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
@@ -47,18 +47,18 @@ def pack(rows, *, vocab_size, banned_ids=(), eos_ids=()) -> tf.Chain:
 @pytest.mark.parametrize(("name", "value"), [*BAD, *((name, math.nan) for name in REALS)])
 def test_bad_value_is_refused_in_one_line_with_field_value_and_remedy(name, value):
     with pytest.raises(ValueError) as error:
-        SampleConfig(**{name: value})
+        SamplingParams(**{name: value})
     message = str(error.value)
     assert name in message and "\n" not in message and "use" in message
 
 
 def test_top_p_of_zero_names_its_disabled_value():
     with pytest.raises(ValueError, match="use 1.0"):
-        SampleConfig(top_p=0.0)
+        SamplingParams(top_p=0.0)
 
 
 def test_default_settings_are_neutral():
-    chain = pack([SampleConfig()] * 3, vocab_size=tc.VOCAB)
+    chain = pack([SamplingParams()] * 3, vocab_size=tc.VOCAB)
     assert not np.any(chain.is_active())
 
 
@@ -88,7 +88,7 @@ def test_default_settings_are_neutral():
 def test_what_a_model_or_a_chain_does_not_allow_is_refused_with_the_remedy(
     settings, banned_ids, match
 ):
-    row = SampleConfig(**settings)
+    row = SamplingParams(**settings)
     facts = ModelFacts(vocab_size=40, banned_ids=banned_ids)
     with pytest.raises(ValueError, match=match) as error:
         BUILT_IN.check_chain(row, facts)
@@ -106,19 +106,19 @@ def test_what_a_model_or_a_chain_does_not_allow_is_refused_with_the_remedy(
 )
 def test_a_chain_that_is_none_is_refused_by_name(chain, match):
     with pytest.raises(ValueError, match=match):
-        SampleConfig(chain=chain)
+        SamplingParams(chain=chain)
 
 
 def test_recommended_settings_are_defaults_and_given_ones_win_even_when_default():
     recommended = {"top_p": 0.9, "temperature": 0.7}
-    assert resolve(recommended) == SampleConfig(top_p=0.9, temperature=0.7)
-    assert resolve(recommended, {"top_p": 1.0}) == SampleConfig(top_p=1.0, temperature=0.7)
+    assert resolve(recommended) == SamplingParams(top_p=0.9, temperature=0.7)
+    assert resolve(recommended, {"top_p": 1.0}) == SamplingParams(top_p=1.0, temperature=0.7)
     with pytest.raises(ValueError, match="did you mean 'temperature'"):
         resolve({"temprature": 1.0})
 
 
 def test_ignore_eos_without_eos_warns_and_is_off():
-    row = SampleConfig(ignore_eos=True)
+    row = SamplingParams(ignore_eos=True)
     with pytest.warns(UserWarning, match="no EOS"):
         BUILT_IN.check_chain(row, ModelFacts(vocab_size=8))
     chain = pack([row], vocab_size=8)
@@ -134,14 +134,14 @@ def banned_by(chain: tf.Chain) -> list[set[int]]:
 
 
 def test_eos_is_banned_only_where_ignored_even_if_it_is_also_pad():
-    rows = [SampleConfig(), SampleConfig(ignore_eos=True)]
+    rows = [SamplingParams(), SamplingParams(ignore_eos=True)]
     assert banned_by(pack(rows, vocab_size=8, banned_ids=[1, 2], eos_ids=[2, 3])) == [
         {1}, {1, 2, 3},
     ]  # fmt: skip
 
 
 def test_bans_come_before_truncations_in_any_order():
-    row = SampleConfig(top_k=1, logit_bias={3: -math.inf}, chain=["top_k", "bias"])
+    row = SamplingParams(top_k=1, logit_bias={3: -math.inf}, chain=["top_k", "bias"])
     chain = pack([row] * 3, vocab_size=tc.VOCAB, banned_ids=[0])
     x = np.zeros((6, tc.VOCAB), np.float32)
     x[:, 0], x[:, 3] = 9.0, 8.0
@@ -152,7 +152,7 @@ def test_bans_come_before_truncations_in_any_order():
 def test_biases_within_a_bucket_share_a_program():
     trees = []
     for size in (0, 1, 5, 8, 9):
-        row = SampleConfig(logit_bias={i: 1.0 for i in range(size)})
+        row = SamplingParams(logit_bias={i: 1.0 for i in range(size)})
         shapes = jax.tree.map(np.shape, pack([row] * 2, vocab_size=40))
         trees.append((jax.tree.structure(shapes), str(jax.tree.leaves(shapes))))
     assert len(set(trees[:4])) == 1 and trees[4] != trees[0]
@@ -161,7 +161,7 @@ def test_biases_within_a_bucket_share_a_program():
 def test_mirostat_replaces_truncations_and_greedy_skips_noise():
     loud = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5, "top_n_sigma": 1.0,
             "xtc_probability": 1.0}  # fmt: skip
-    rows = [SampleConfig(mirostat=2, **loud), SampleConfig(mirostat=1, temperature=0.0, **loud)]
+    rows = [SamplingParams(mirostat=2, **loud), SamplingParams(mirostat=1, temperature=0.0, **loud)]
     chain = pack(rows, vocab_size=40)
     active = {n: np.asarray(t.is_active()).tolist() for n, t in
               zip(chain.names[:-2], chain.transforms[:-2], strict=True)}  # fmt: skip
@@ -187,7 +187,7 @@ RENAMED = {"dynamic_delta": "dynatemp_range", "dynamic_exponent": "dynatemp_expo
 @pytest.mark.parametrize("half", [0, 1])
 def test_full_chain_agrees_with_the_oracle_row_by_row(half):
     rows = ROWS[3 * half : 3 * half + 3]
-    params = [SampleConfig(**{RENAMED.get(k, k): v for k, v in row.items()}) for row in rows]
+    params = [SamplingParams(**{RENAMED.get(k, k): v for k, v in row.items()}) for row in rows]
     chain = pack(params, vocab_size=tc.VOCAB, banned_ids=[0, 1])
     place = tc.at()
     for seed in range(8):
@@ -208,7 +208,7 @@ def test_full_chain_agrees_with_the_oracle_row_by_row(half):
 
 
 def test_default_chain_names_every_family_once():
-    chain = pack([SampleConfig()], vocab_size=8)
+    chain = pack([SamplingParams()], vocab_size=8)
     assert tuple(dict.fromkeys(chain.names)) == ("bans", *tf.TRANSFORMS)
 
 
@@ -225,7 +225,7 @@ def test_default_chain_names_every_family_once():
     ],
 )
 def test_the_part_of_a_chain_in_use_is_what_the_settings_ask_for(settings, names):
-    row = SampleConfig(**settings)
+    row = SamplingParams(**settings)
     assert BUILT_IN.in_use(row) == names
     # What `pack_chain` would refuse to leave out is in it.
     pack([dataclasses.replace(row, chain=names)], vocab_size=8, eos_ids=(7,))

@@ -7,7 +7,8 @@ import pytest
 from serving_cases import CHAT, MODEL, post, serving
 
 from dlm_jax.published import TextTemplate
-from dlm_jax.serving.protocol import Chat, Completion, Responses
+from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.serving.protocol import Chat, Completion, Responses, SettingFields
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 ASKED = {"prompt": "The ", "max_tokens": 10, "seed": 3, "temperature": 1.5}
@@ -62,8 +63,17 @@ def test_a_field_that_cannot_be_read_is_refused_by_name(running, more, param, to
 
 def test_fields_of_requests_are_in_the_page():
     fields = {*Chat.model_fields, *Completion.model_fields, *Responses.model_fields}
-    fields -= {"messages", "prompt"}
+    fields -= {"messages", "prompt", *SettingFields.model_fields}
     assert [name for name in sorted(fields) if f"`{name}`" not in PAGE] == []
+
+
+def test_every_setting_of_a_request_is_a_field_of_the_schema_with_its_type_and_range():
+    fields = Completion.model_json_schema()["properties"]
+    assert BUILT_IN.request_settings.keys() <= fields.keys()
+    assert fields["min_p"]["anyOf"][0] == {"type": "number", "minimum": 0.0, "maximum": 1.0}
+    assert fields["schedule"]["anyOf"][0]["enum"] == list(BUILT_IN.settings["schedule"].choices)
+    assert fields["edit"]["anyOf"][0] == {"type": "boolean"}
+    assert "most likely token" in fields["temperature"]["description"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -6,7 +6,7 @@ import tiny_run
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.config import Config, ModelConfig, ObjectiveConfig, SampleConfig
+from dlm_jax.config import Config, ModelConfig, ObjectiveConfig, SamplingParams
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_a_block_causal_model_learns_and_writes_with_an_exact_cache(tmp_path):
     ],
 )
 def test_what_a_block_causal_config_cannot_be_is_refused(section, changes, line):
-    kinds = {"model": ModelConfig, "sample": SampleConfig, "objective": ObjectiveConfig}
+    kinds = {"model": ModelConfig, "sample": SamplingParams, "objective": ObjectiveConfig}
     given = {"model": {"attention_type": "block_causal", "block_length": 4}}
     given[section] = given.get(section, {}) | changes
     with pytest.raises(ValueError, match="^[^\n]+$") as refusal:

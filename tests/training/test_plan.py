@@ -15,7 +15,7 @@ from dlm_jax.config import (
     ObjectiveConfig,
     OptimConfig,
     RLConfig,
-    SampleConfig,
+    SamplingParams,
 )
 from dlm_jax.distributed.mesh import CHIPS, device_bytes
 from dlm_jax.distributed.partitions import make_mesh
@@ -135,7 +135,7 @@ def test_devices_that_mesh_data_leaves_are_those_of_fsdp(tmp_path, accelerators)
 DISTILLED = {"objective": ObjectiveConfig(sdtt_share=0.5, teacher="another run")}
 POLICY = {
     "rl": RLConfig(reward="dlm_jax.tasks:arithmetic", kl=0.1, asynchronous=True),
-    "sample": SampleConfig(gen_length=4),
+    "sample": SamplingParams(gen_length=4),
 }
 
 

@@ -16,7 +16,7 @@ import stage_cases as cases
 import tiny_run
 import toy
 
-from dlm_jax.config import Config, HeadsConfig, OptimConfig, SampleConfig
+from dlm_jax.config import Config, HeadsConfig, OptimConfig, SamplingParams
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.distributed.partitions import path_name, shardings
@@ -179,10 +179,10 @@ def test_the_critic_learns_from_waves_once_the_sampler_head_trains(groups, monke
 
 
 def test_the_waves_that_the_critic_learns_from_are_those_that_sampling_recommends(monkeypatch):
-    plain = SampleConfig(fill="wavefront", sampler_min_neighbors_ratio=0.25)
+    plain = SamplingParams(fill="wavefront", sampler_min_neighbors_ratio=0.25)
     alternating = dataclasses.replace(plain, sampler_even_odd=True)
     used = _spy(monkeypatch)
-    for given, alternates in ((plain, False), (alternating, True), (SampleConfig(), True)):
+    for given, alternates in ((plain, False), (alternating, True), (SamplingParams(), True)):
         setup = Setup(Config(sample=given), cast(Any, cases.Tokenizer()), cases.mesh())
         shown_BL = jnp.zeros((2, 8), jnp.int32)
         rows = jnp.zeros((2, 8, 16)), shown_BL, jnp.full(2, 8), shown_BL == 0, jnp.arange(2)

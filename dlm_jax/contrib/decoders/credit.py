@@ -7,17 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import (
+from dlm_jax import Setting, per_row, rule
+from dlm_jax.sampling import vocab
+from dlm_jax.sampling.commit import (
     CommitContext,
     DrawnTokens,
     Proposal,
-    Setting,
     certain,
     most_confident,
-    per_row,
-    rule,
 )
-from dlm_jax.sampling import vocab
 from dlm_jax.sampling.rule_tools import (
     THRESHOLD,
     THRESHOLD_LEAST,

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import CommitContext, CommitRule, Proposal, Setting, certain, per_row, rule
+from dlm_jax import CommitRule, Setting, certain, per_row, rule
+from dlm_jax.sampling.commit import CommitContext, Proposal
 
 _ROUNDS = 24
 """Maximum number of rounds. float32 represents all integers up to 2**24 exactly."""

@@ -7,16 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import (
-    CommitContext,
-    Proposal,
-    Setting,
-    certain,
-    most_confident,
-    per_row,
-    rule,
-    static,
-)
+from dlm_jax import Setting, certain, most_confident, per_row, rule, static
+from dlm_jax.sampling.commit import CommitContext, Proposal
 from dlm_jax.sampling.rule_tools import CONFIDENCE, THRESHOLD, Confident, Measure, reached, reaches
 
 

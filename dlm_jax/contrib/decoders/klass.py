@@ -7,17 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import (
-    CommitContext,
-    DrawnTokens,
-    Proposal,
-    Setting,
-    certain,
-    most_confident,
-    per_row,
-    rule,
-)
+from dlm_jax import Setting, certain, most_confident, per_row, rule
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
 from dlm_jax.sampling.rule_tools import (
     THRESHOLD,
     THRESHOLD_LEAST,

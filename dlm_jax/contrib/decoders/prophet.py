@@ -7,18 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import (
-    CommitContext,
-    DrawnTokens,
-    Proposal,
-    Setting,
-    certain,
-    most_confident,
-    per_row,
-    rule,
-    static,
-)
+from dlm_jax import Setting, certain, most_confident, per_row, rule, static
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
 from dlm_jax.sampling.rule_tools import CONFIDENCE, Confident, Measure, linear_quota, reaches
 from dlm_jax.settings import SettingError
 

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax import RemaskContext, RemaskRule, Setting, certain, most, per_row, rule
+from dlm_jax import RemaskRule, Setting, certain, most, per_row, rule
+from dlm_jax.sampling.remask import RemaskContext
 from dlm_jax.sampling.rule_tools import log_odds, reached
 
 

@@ -182,6 +182,7 @@ CONFIDENCE_WITHOUT = Setting(
     "with an excluded candidate has confidence 0",
     parse=_ids,
     hint=tuple[int, ...],
+    is_preset=True,
 )
 
 
@@ -366,7 +367,11 @@ THRESHOLD_ABOVE = Setting(
     is_preset=True,
 )
 THRESHOLD_LEAST = Setting(
-    "threshold_least", 1, "order=threshold: minimum number of tokens committed per step", low=1
+    "threshold_least",
+    1,
+    "order=threshold: minimum number of tokens committed per step",
+    low=1,
+    is_preset=True,
 )
 
 ENTROPY_BOUND = Setting(
@@ -504,6 +509,7 @@ class JointThreshold(Confident):
             low=0.0,
             high=1.0,
             activates=False,
+            is_preset=True,
         )
     )
     rewrites: jax.Array = per_row(

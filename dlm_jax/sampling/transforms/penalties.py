@@ -174,6 +174,7 @@ class Dry(LogitTransform):
             remedy="use -1 for the whole run or 0 to disable it",
             activates=False,
             aliases=("dry_penalty_last_n",),
+            is_preset=True,
         )
     )
     breakers_BK: Array = per_row(DRY_BREAKERS, column=lambda rows: padded(rows, -1, np.int32))

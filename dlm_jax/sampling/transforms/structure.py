@@ -58,7 +58,7 @@ class Structure(LogitTransform):
     """Keeps the ids that can still lead to a text in the row's language.
 
     The text starts after the row's given prefix. The restriction is exact if each step commits one
-    token per row, in any order. `dlm_jax.inference.structure_checks` rejects other requests.
+    token per row, in any order. `dlm_jax.inference.request.check_canvas` rejects other requests.
 
     Attributes:
       arcs: the automata of the rows; start state 0 (the dead state) for rows without structure.

@@ -256,6 +256,7 @@ SAMPLER_TOP_P = Setting(
     "top_p for tokens that a sampler head draws; 0 uses top_p, 1 disables it",
     low=0.0,
     high=1.0,
+    is_preset=True,
 )
 
 

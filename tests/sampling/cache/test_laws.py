@@ -15,7 +15,7 @@ import toy
 from canvases import FOREVER, POSITIONS, ROWS
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dlm_jax.config import MeshConfig, SampleConfig
+from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.model import cached
 from dlm_jax.model.transformer import build
@@ -82,7 +82,7 @@ def _state(kind, rows, *, is_guided=False, **settings):
         tokens = row.pop("tokens")
         tokens_BL[slot, : len(tokens)], length_B[slot] = tokens, len(tokens)
         seed = row.pop("seed")
-        samples.append(SampleConfig(**settings | row))
+        samples.append(SamplingParams(**settings | row))
         keyed.append(type("Row", (), {**vars(samples[-1]), "seed": seed, "capacity": 0}))
     model = _network(kind)[0]
     facts = ModelFacts(

@@ -20,13 +20,13 @@ import re
 import jax
 import layout
 from benchmarks.pods import sampling_step
-from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
+from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
 from dlm_jax.distributed.partitions import make_mesh, partition, path_name
 from dlm_jax.model.transformer import build
 
 BLOCK = 32
 def sample(cache):
-    return SampleConfig(
+    return SamplingParams(
         cache=cache, block_length=BLOCK, order="low_confidence", chain=("temperature",), steps=128
     )
 """

@@ -16,7 +16,7 @@ from oracles.processes import Enumerated
 from scipy.stats import chisquare
 
 import dlm_jax
-from dlm_jax.config import Config, ObjectiveConfig, SampleConfig
+from dlm_jax.config import Config, ObjectiveConfig, SamplingParams
 from dlm_jax.data import text_ids
 from dlm_jax.diffusion.processes import PROCESSES, process_of
 from dlm_jax.inference.model import Model
@@ -47,7 +47,7 @@ def written(
     """
     facts = dataclasses.replace(model.facts, process=process_of(name))
     advance = make_advance(model.program())
-    sample = SampleConfig(
+    sample = SamplingParams(
         **{"order": "posterior", "ignore_eos": True, "chain": ("temperature",)} | settings
     )
     one = SimpleNamespace(**vars(sample), seed=0, capacity=0)
@@ -255,7 +255,7 @@ def test_texts_in_waves_follow_the_joint_law_in_any_number_of_steps(name):
 def _rule_and_context(settings: list[dict], places: int = 3, *, process="uniform", **context):
     """A rule with a row for each of the settings, and a step of these rows."""
     facts = dataclasses.replace(enumerable.MODEL.facts, process=process_of(process))
-    rows = [SampleConfig(ignore_eos=True, **one) for one in settings]
+    rows = [SamplingParams(ignore_eos=True, **one) for one in settings]
     shape = (len(rows), places)
     tokens_BL = jnp.zeros(shape, jnp.int32)
     keys_B = jax.vmap(jax.random.key)(jnp.arange(len(rows)))

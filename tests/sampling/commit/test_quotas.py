@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracles import commit as oracle
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, Proposal, RandomOrder, most
 from dlm_jax.sampling.commit.commit_rule import preferences
 from dlm_jax.sampling.commit.orders import QUOTAS, QuotaRule, linear_quota
@@ -38,7 +38,7 @@ def _context(is_hole_BL, *, first=None, step=0, steps=1, seeds=None) -> CommitCo
 
 def _rule(order, quota, rows):
     """The rule for that many rows, with the defaults of its other settings."""
-    settings = [SampleConfig(order=order, schedule=quota)] * rows
+    settings = [SamplingParams(order=order, schedule=quota)] * rows
     return BUILT_IN.pack(settings, ModelFacts(vocab_size=VOCAB)).commit
 
 
@@ -233,11 +233,11 @@ def test_a_subclass_of_any_rule_that_reads_a_head_has_no_cache(name):
     class OfAHead(COMMIT_RULES[name]):
         needs = ("head:critic",)
 
-    OfAHead.check(SampleConfig())
+    OfAHead.check(SamplingParams())
     with pytest.raises(ValueError, match="requires"):
-        OfAHead.check_model(SampleConfig(), ModelFacts(vocab_size=7))
+        OfAHead.check_model(SamplingParams(), ModelFacts(vocab_size=7))
     with pytest.raises(ValueError, match="cache='exact' is not supported with order="):
-        OfAHead.check(SampleConfig(cache="exact"))
+        OfAHead.check(SamplingParams(cache="exact"))
 
 
 def test_what_a_rule_keeps_is_never_of_all_ids():

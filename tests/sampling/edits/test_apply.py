@@ -12,14 +12,14 @@ import toy
 from canvases import FOREVER, POSITIONS, ROWS, Row
 from oracles import edits as oracle
 
-from dlm_jax.config import SampleConfig
-from dlm_jax.config.schema import PRESETS
+from dlm_jax.config import SamplingParams
 from dlm_jax.sampling.commit import RandomOrder
 from dlm_jax.sampling.commit.orders import whole_quota
 from dlm_jax.sampling.edits import Uncertainty
 from dlm_jax.sampling.edits.edit_rule import EditState
 from dlm_jax.sampling.edits.scores import read_logprobs
 from dlm_jax.sampling.mask_step import editable_positions, propose_step, with_neighbors
+from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.remask import RemaskRule, Renoise
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.settings import pytree
@@ -29,8 +29,8 @@ ALL = RandomOrder(whole_quota)
 NO_EDITS = {"insert_ratio_start": 0.0, "delete_ratio_start": 0.0}
 
 
-def _sample(**settings) -> SampleConfig:
-    return SampleConfig(**PRESETS["variable_length"] | settings)
+def _sample(**settings) -> SamplingParams:
+    return SamplingParams(**PRESETS["variable_length"] | settings)
 
 
 def _rule(count: int, **settings) -> Uncertainty:

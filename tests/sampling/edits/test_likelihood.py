@@ -11,7 +11,7 @@ import pytest
 import toy
 from canvases import FOREVER, POSITIONS, ROWS, Row
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.sampling.commit import RandomOrder
 from dlm_jax.sampling.commit.orders import whole_quota
 from dlm_jax.sampling.edits import Likelihood
@@ -27,7 +27,7 @@ CLEAR = 1e-4
 
 
 def _rule(**columns) -> Likelihood:
-    sample = SampleConfig(edit=True, edit_scoring="likelihood", edit_trials=TRIALS)
+    sample = SamplingParams(edit=True, edit_scoring="likelihood", edit_trials=TRIALS)
     rule = Likelihood.pack([sample] * ROWS, None)
     return dataclasses.replace(rule, **{k: jnp.asarray(v) for k, v in columns.items()})
 
@@ -245,4 +245,4 @@ def test_what_no_edit_makes_likelier_by_enough_stays_as_it_is():
 def test_a_length_target_is_refused():
     asked: dict[str, Any] = {"edit": True, "edit_scoring": "likelihood"}
     with pytest.raises(ValueError, match="edit_scoring='likelihood' has no length_target_mode="):
-        SampleConfig(length_target_mode="exact", **asked)
+        SamplingParams(length_target_mode="exact", **asked)

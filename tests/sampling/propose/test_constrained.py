@@ -11,7 +11,7 @@ import toy
 
 import dlm_jax
 from benchmarks import constrained
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
@@ -22,7 +22,7 @@ TOKENIZER = CharacterTokenizer.of('abcxyz0123456789{}[]":,. -\n')
 NETWORK = build(toy.config(vocab_size=TOKENIZER.vocab_size))
 MODEL = Model(
     NETWORK, toy.random_params(NETWORK), TOKENIZER, max_length=64,
-    sample=SampleConfig(chain=("temperature", "top_k"), steps=24, order="random_filled"),
+    sample=SamplingParams(chain=("temperature", "top_k"), steps=24, order="random_filled"),
 )  # fmt: skip
 EOS = TOKENIZER.eos_id
 SCHEMA = {

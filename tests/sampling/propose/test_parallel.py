@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import toy
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.sampling import transforms as tf
 from dlm_jax.sampling.edits import EDIT_RULES
 from dlm_jax.sampling.mask_step import step
@@ -219,7 +219,7 @@ def test_no_array_of_a_step_holds_logits_of_the_whole_canvas(rule, scoring):
     params = {"scale": jnp.float32(1)}
     edit = None
     if scoring is not None:
-        sample = SampleConfig(edit=True, edit_token="mask", edit_scoring=scoring)
+        sample = SamplingParams(edit=True, edit_token="mask", edit_scoring=scoring)
         edit = EDIT_RULES[scoring].pack([sample] * canvases.ROWS, None)
     state = canvases.make_state(canvases.mixed_rows(), rule, edit=edit)
     jaxpr = jax.make_jaxpr(functools.partial(step, program))(params, state)

@@ -13,7 +13,7 @@ import toy
 import toy_model
 from canvases import FOREVER, POSITIONS, ROWS, Row
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.inference.request import make_requests
 from dlm_jax.sampling.edits import Uncertainty
 from dlm_jax.sampling.mask_step import apply_renoise
@@ -250,7 +250,7 @@ def test_rows_that_have_ended_and_drafts_that_are_only_looked_at_are_not_written
     state = state._replace(status_B=jnp.where(jnp.asarray(is_done), Status.DONE, state.status_B))
     assert _hits(_renoised(state)).any(1).tolist() == [False, True, False, True, False, False,
                                                        False, True]  # fmt: skip
-    edit = Uncertainty.pack([SampleConfig(edit=True, edit_token="mask")] * ROWS, None)
+    edit = Uncertainty.pack([SamplingParams(edit=True, edit_token="mask")] * ROWS, None)
     warm = _state(rows[:2] + [Row(canvases.holes(6, 1))] * 6, renoise, edit=edit)
     warms = np.asarray(warm.edits.warms_B)
     assert warms.tolist() == [True, True, *[False] * 6]

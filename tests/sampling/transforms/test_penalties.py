@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import samplers
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.sampling import transforms as tf
 from dlm_jax.sampling.rules import ModelFacts
 
@@ -159,7 +159,7 @@ def _whole_row(penalty: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         is_visible_BL=jnp.ones((3, length), bool),
         length_B=jnp.full(3, length),
     )
-    rows = [SampleConfig(repetition_penalty=penalty)] * 3
+    rows = [SamplingParams(repetition_penalty=penalty)] * 3
     transform = tf.Penalties.pack(rows, ModelFacts(vocab_size=vocab))
     place = tc.at(num=3)
     np.testing.assert_array_equal(place.row_N, np.arange(3))

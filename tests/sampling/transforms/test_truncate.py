@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import near, samplers
 
-from dlm_jax.config import SampleConfig
+from dlm_jax.config import SamplingParams
 from dlm_jax.sampling import transforms as tf
 
 SIZES = (1, 2, 40, 151)  # 40 is compared all with all, 151 is searched
@@ -186,7 +186,7 @@ def test_a_disabled_row_costs_no_pass_of_the_search():
 
 def test_the_smallest_share_of_what_the_head_draws_is_a_share():
     """0 stands for that of the other tokens, so nothing else may round to it."""
-    rows = [SampleConfig(sampler_top_p=p) for p in (0.0, 1e-300, 0.5, 1.0)]
+    rows = [SamplingParams(sampler_top_p=p) for p in (0.0, 1e-300, 0.5, 1.0)]
     shares_B = tf.TopP.pack(rows, None).grown_p_B
     assert shares_B[0] == 0 and 0 < shares_B[1] < 1e-30
     np.testing.assert_array_equal(shares_B[2:], [0.5, 1.0])
