@@ -34,6 +34,7 @@ import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dlm_jax.tasks import RECORD, records
 
 import dlm_jax
 from benchmarks.pods import sampling_step
@@ -42,9 +43,9 @@ from benchmarks.structure_masks import SCHEMA
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
 from dlm_jax.config.schema import settings_of
+from dlm_jax.contrib.pod_costs import cost, torus_of
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.likelihood import half_width
-from dlm_jax.distributed.costs import cost
 from dlm_jax.distributed.mesh import topology_devices
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
@@ -58,8 +59,6 @@ from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable
 from dlm_jax.structured import Structures, regex_of_schema
-from dlm_jax.tasks import RECORD, records
-from dlm_jax.training.plan import torus_of
 from dlm_jax.types import Network, Params
 
 LETTERS = CharacterTokenizer.of("abc")

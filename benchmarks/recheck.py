@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import dlm_jax
-from benchmarks import joint, markov, second_judge
+from benchmarks import joint, markov
 from benchmarks.edits import Task
 from benchmarks.quality import distinct_share, known_share, words
 from benchmarks.repairs import make_repairs, score
@@ -177,12 +177,6 @@ def _mean(column: str, file: str, **wanted: str) -> float:
     return float(np.mean([float(row[column]) for row in _lines(file, **wanted)]))
 
 
-def _judges_agree() -> float:
-    found = second_judge.kinds(RESULTS / "second_judge.csv")
-    mean = second_judge.means(second_judge.groups(found)["the model's"])
-    return second_judge.agreement(mean["bits"], mean["share"])
-
-
 def _untouched() -> float:
     held_out, corpus = _text()[1], _text()[0]
     scores = []
@@ -220,7 +214,6 @@ CHECKS = [
           0.06, "the shipped model, the same 96 texts"),
     Check(_HEAD, "A second judge", ("waves", "8"), "estimated share wrong",
           lambda: _mean("share", "second_judge.csv", texts="waves", forwards="8"), 0.0006, _DATA),
-    Check(_HEAD, "A second judge", ("the model's",), "bits and share", _judges_agree, 0.006, _DATA),
     Check(_HEAD, "Quality against forwards", ("waves", "8"), "token entropy",
           lambda: _mean("entropy", "sampler_head.csv", part="forwards", steps="8", **_BPE), 0.006,
           _DATA),

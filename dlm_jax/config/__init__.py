@@ -15,7 +15,6 @@ from dlm_jax.config.reading import (
     to_toml,
 )
 from dlm_jax.config.schema import (
-    POLICY_LOSSES,
     TRACKERS,
     Config,
     DataConfig,
@@ -24,7 +23,6 @@ from dlm_jax.config.schema import (
     ModelConfig,
     ObjectiveConfig,
     OptimConfig,
-    RLConfig,
     RowSettings,
     SampleConfig,
     TrainConfig,
@@ -38,7 +36,7 @@ from dlm_jax.config.schema import (
 
 __all__ = [
     "Config", "DataConfig", "HeadsConfig", "MeshConfig", "ModelConfig",
-    "ObjectiveConfig", "OptimConfig", "POLICY_LOSSES", "RLConfig", "RowSettings", "SampleConfig",
+    "ObjectiveConfig", "OptimConfig", "RowSettings", "SampleConfig",
     "TRACKERS", "TrainConfig", "Trait", "add_flags", "add_sample_flags", "declared",
     "differing", "flat", "from_dict", "keys", "layered", "load", "override", "parse_flags",
     "resolve", "sample_settings", "sections", "shipped", "to_dict", "to_toml",

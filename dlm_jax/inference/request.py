@@ -241,10 +241,6 @@ def _with_draft(
 
 def check_settings(model: Model, sample: SampleConfig) -> None:
     """Raises ValueError for settings that are invalid for the model."""
-    if "scorer" in model.network.heads:
-        raise ValueError(
-            "the model is a sequence scorer, which does not generate; load another model"
-        )
     if sample.max_new_tokens and not (sample.edit and sample.length_target_mode != "none"):
         raise SettingError(
             "max_new_tokens",

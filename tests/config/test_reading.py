@@ -68,18 +68,11 @@ BEGUN = {"train.init_from": "runs/other"}
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (SAMPLER | {"model.mode": "sequence_scorer"},
-         "model.add_sampler_head=True requires model.mode='language_model', not "
-         "'sequence_scorer'; change one of them"),
-        (CRITIC | {"model.mode": "sequence_scorer"},
-         "model.add_critic_head=True requires model.mode='language_model'"),
         (SAMPLER | {"model.attention_type": "causal", "sample.order": "left_to_right"},
          "model.add_sampler_head=True requires model.attention_type='bidirectional' or "
          "'block_causal', not 'causal'; change one of them"),
         (CRITIC | {"model.attention_type": "causal", "sample.order": "left_to_right"},
          "model.add_critic_head=True requires model.attention_type='bidirectional'"),
-        ({"model.mode": "sequence_scorer", "model.attention_type": "causal"},
-         "model.mode='sequence_scorer' requires model.attention_type='bidirectional'"),
         (SAMPLER | {"model.sampler_context": "0"}, "model.sampler_context=0 is outside [1, 64]"),
         (SAMPLER | {"model.sampler_width": "-1"}, "model.sampler_width=-1 is outside [0, 1048576]"),
         ({"heads.sampler_reveal": "-0.1"}, "heads.sampler_reveal=-0.1 is outside [0, 1]; use 0.7"),
