@@ -109,7 +109,7 @@ def test_heads_at_the_ends_of_their_ranges_are_accepted(flags):
 
 
 def test_the_defaults_have_no_heads_and_train_what_there_is_from_the_start():
-    """The defaults of docs/readings.md, "Readings: sampler head"."""
+    """The defaults of the rules in docs/."""
     model, heads = Config().model, Config().heads
     assert not model.add_sampler_head and not model.add_critic_head
     assert (heads.start_sampler_iteration, heads.start_critic_iteration) == (0, 0)

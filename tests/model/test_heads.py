@@ -46,7 +46,7 @@ def _inputs(reach: int):
 
 
 def _numpy_sampler_logits(config, params, left_CD, hidden_D, right_CD):
-    """Logits ``[V]`` of one position in float64: docs/readings.md, "Readings: sampler head"."""
+    """Logits ``[V]`` of one position in float64: the rules in docs/."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     head = p["sampler_head"]
 

@@ -274,7 +274,7 @@ class LowConfidence(_MostConfidentFirst, Confident):
 
     about = (
         "a quota of the most confident holes, as in LLaDA; on an empty canvas, small models "
-        "collapse to spaces and line ends (docs/readings.md)"
+        "collapse to spaces and line ends"
     )
 
     quota: Quota = static(SCHEDULE)

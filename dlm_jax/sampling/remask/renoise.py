@@ -1,7 +1,6 @@
 """Re-noise: overwrites some tokens before each forward pass, so that the model rewrites them.
 
-Unlike remasking, re-noise can write a space or a random token, which the model reads as text
-(`docs/readings.md`, readings of variable-length edits).
+Unlike remasking, re-noise can write a space or a random token, which the model reads as text.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ class Scheduled(RemaskRule):
     Before step i of N (i >= 1), the fraction ``r = start - (start - end) i / (N - 1)`` of the
     block's unfrozen positions is remasked. Tokens are ranked by their score ``(1 - m) w + m u``,
     called wrongness, with randomness m and a uniform random number u. Here w is the output of the
-    critic, or 1 minus the probability that the token had when it was drawn (`docs/readings.md`,
-    "Refinement").
+    critic, or 1 minus the probability that the token had when it was drawn.
     """
 
     about = "remasks the share of tokens with the highest wrongness"
