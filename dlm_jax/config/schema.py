@@ -37,9 +37,6 @@ from dlm_jax.settings import (
     with_settings,
 )
 
-SWITCHES = tuple(head.switch for head in HEADS)
-"""The keys of ``[model]`` that add a head."""
-
 
 @section("heads")
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Policy optimisation: `train_policy` trains a model on rewards for its own samples."""
 
-from dlm_jax.contrib.rl.loop import Reward, train_policy
+from dlm_jax.contrib.rl.optimise import Reward, train_policy
 from dlm_jax.contrib.rl.policy import (
     Estimator,
     PolicySettings,
