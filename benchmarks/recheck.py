@@ -291,8 +291,8 @@ UNCHECKED = {
     ("arena.md", "Operations on lists"):
         "minutes of one core and a training: python -m benchmarks.arena_tasks run",
     ("arena.md", "Wordings"): "the same",
-    ("policy.md", "Sums of two numbers"): "a training: python -m benchmarks.policy",
-    ("policy.md", "With a sampler head"): "a training: python -m benchmarks.policy --waves",
+    ("policy.md", "Sums of two numbers"): "version 0.2.0, with losses that are gone",
+    ("policy.md", "With a sampler head"): "the same",
     ("arena.md", "Trained networks"): "trainings: python -m benchmarks.arena_trained run",
     ("arena.md", "Shakespeare"): "a training: benchmarks/quality_forwards.py --decoders",
     ("replay.md", "Cost and difference"): "a clock, and minutes: python benchmarks/replay.py",
@@ -305,7 +305,7 @@ UNCHECKED = {
         "minutes: python -m benchmarks.distillation markov",
     ("distillation.md", "Shakespeare"):
         "trainings: python -m benchmarks.distillation texts",
-    ("reinforcement.md", "Settings"): "a toy that tests/rl/test_losses.py enumerates",
+    ("reinforcement.md", "Settings"): "a toy that tests/contrib/test_policy_losses.py enumerates",
     ("scaling.md", "Figures"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "Very long rows"): "the compiler for TPUs: python -m benchmarks.pods",
     ("scaling.md", "Sampling with a cache"): "the compiler for TPUs: python -m benchmarks.pods",
