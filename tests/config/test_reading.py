@@ -237,3 +237,19 @@ def test_every_number_of_a_run_is_bounded_before_anything_is_made_of_it(key, kin
             configs.load(None, {key: text})
         assert key in str(error.value), text
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("toml", "advice"),
+    [
+        ('[rl]\nreward = "a:b"', "policy optimisation is in dlm_jax.contrib.rl"),
+        ('[model]\nmode = "sequence_scorer"', "every model is a language model"),
+        ("[objective]\nsdtt_share = 0.5", "python -m dlm_jax.contrib.distillation"),
+        ('[objective]\nteacher = "x"', "python -m dlm_jax.contrib.distillation"),
+    ],
+)
+def test_a_key_that_left_the_config_says_what_replaces_it(tmp_path, toml, advice):
+    path = tmp_path / "old.toml"
+    path.write_text(toml)
+    with pytest.raises(ValueError, match=advice):
+        configs.load(path)
