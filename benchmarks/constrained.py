@@ -34,7 +34,6 @@ import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dlm_jax.tasks import RECORD, records
 
 import dlm_jax
 from benchmarks.pods import sampling_step
@@ -44,6 +43,7 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.config import MeshConfig, ModelConfig, SampleConfig
 from dlm_jax.config.schema import settings_of
 from dlm_jax.contrib.pod_costs import cost, torus_of
+from dlm_jax.contrib.tasks import RECORD, records
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.distributed.mesh import topology_devices
