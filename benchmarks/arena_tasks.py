@@ -34,9 +34,9 @@ import dlm_jax
 from benchmarks import arena
 from benchmarks.arena import Settings, interval, name_of, read
 from dlm_jax.cli.common import start_jax
-from dlm_jax.tasks import lists
-from dlm_jax.tasks.lists import OPERATIONS, TEMPLATES, example
-from dlm_jax.tasks.text_task import Draws
+from dlm_jax.contrib.tasks import lists
+from dlm_jax.contrib.tasks.lists import OPERATIONS, TEMPLATES, example
+from dlm_jax.contrib.tasks.text_task import Draws
 
 RESULTS = "benchmarks/results/arena_tasks.csv"
 TIMES = RESULTS.removesuffix(".csv") + "_time.csv"

@@ -41,9 +41,10 @@ from benchmarks.serving import served
 from benchmarks.structure_masks import SCHEMA
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
+from dlm_jax.contrib.pod_costs import cost, torus_of
+from dlm_jax.contrib.tasks import RECORD, records
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.likelihood import half_width
-from dlm_jax.distributed.costs import cost
 from dlm_jax.distributed.mesh import topology_devices
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
@@ -57,8 +58,6 @@ from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable, with_rules
 from dlm_jax.structured import Structures, regex_of_schema
-from dlm_jax.tasks import RECORD, records
-from dlm_jax.training.plan import torus_of
 from dlm_jax.types import Network, Params
 
 LETTERS = CharacterTokenizer.of("abc")

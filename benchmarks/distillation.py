@@ -27,9 +27,9 @@ import dlm_jax
 from benchmarks import markov
 from benchmarks.quality import distinct_share, judged_bits
 from dlm_jax.cli.common import start_jax
+from dlm_jax.contrib.distillation import Distillation, certainty, sdtt
 from dlm_jax.diffusion.corruption import LINEAR
-from dlm_jax.diffusion.distillation import certainty, sdtt
-from dlm_jax.diffusion.objectives import Batch, Mixture, NetworkObjective, elbo
+from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
 from dlm_jax.types import Network, Params
 
 BUDGETS = (4, 8, 16)
@@ -84,23 +84,25 @@ def total_variation(params: Params, steps: int) -> float:
 def _trained(objective: Any) -> Params:
     """The table after training with an objective; the initial table is the teacher."""
     teacher, optimizer = _table(), optax.adam(optax.cosine_decay_schedule(RATE, STEPS))
-    mixture = Mixture({"own": objective}, {"own": 1.0})
 
     @jax.jit
     def step(params: Params, state: Any, tokens_BL: jax.Array, key: jax.Array) -> Any:
         batch = Batch(tokens_BL, jnp.full(ROWS, L), jnp.zeros(ROWS, jnp.int32))
-        example = mixture.example(batch, key)
-        if isinstance(objective, NetworkObjective):
-            assert objective.anchor is not None
-            noise = objective.anchor(NETWORK, params, teacher, example.noise["own"])
-            example = example._replace(noise={"own": noise})
+        if isinstance(objective, Distillation):
+            noise = objective.teach(NETWORK, teacher, objective.draw(batch, key))
 
-        def loss(params: Params) -> jax.Array:
-            hidden_BLV = params["table"][_code(example.shown_BL)]
-            found = mixture.losses(
-                NETWORK, params, example, hidden_BLV, mask_id=MASK, teacher=teacher
-            )["own"]
-            return found.sum / found.weight
+            def loss(params: Params) -> jax.Array:
+                found = objective.loss(NETWORK, params, noise, teacher)
+                return found.sum / found.weight
+
+        else:
+            mixture = Mixture({"elbo": objective}, {"elbo": 1.0})
+            example = mixture.example(batch, key)
+
+            def loss(params: Params) -> jax.Array:
+                hidden_BLV = params["table"][_code(example.shown_BL)]
+                found = mixture.losses(NETWORK, params, example, hidden_BLV, mask_id=MASK)
+                return found["elbo"].sum / found["elbo"].weight
 
         updates, state = optimizer.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), state

@@ -145,10 +145,9 @@ def _figures(
     chip: str, tiles: Tiles, program: Any, devices: Any, texts: dict[str, str]
 ) -> dict[str, Any]:
     from dlm_jax.config import MeshConfig
-    from dlm_jax.distributed.costs import cost
+    from dlm_jax.contrib.pod_costs import cost, torus_of
     from dlm_jax.distributed.mesh import CHIPS
     from dlm_jax.distributed.partitions import make_mesh
-    from dlm_jax.training.plan import torus_of
 
     facts = CHIPS[devices[0].device_kind]
     torus = torus_of(make_mesh(MeshConfig(fsdp=1), devices))

@@ -6,7 +6,7 @@ Command: python -m benchmarks.logit_chain [--topology v5e:2x2] [--only NAME ...]
 512 positions of 32768 logits pass through each transform, through all transforms, and through a
 draw, on one chip. The trunk has 12 layers of width 1024 in bfloat16; its 4 rows of 1024 are the
 share of one of 16 chips in 64 rows. No TPU is required (extra ``tpu``). ``roof`` and ``cycles`` are
-estimates (`dlm_jax.distributed.costs`): the more expensive of two branches counts. The cycles of
+estimates (`dlm_jax.contrib.pod_costs`): the more expensive of two branches counts. The cycles of
 the kernels come from `benchmarks.bundles`; ``worst`` includes their rare branches. The compiler
 estimates no cycles of ``top_k``, which runs twice (64 and 100 of 32768), and of gathers. With
 ``--loop``, the program prints the seconds in which the loop with all transforms compiles, for 64
@@ -30,9 +30,9 @@ from jax.sharding import SingleDeviceSharding
 from benchmarks.pods import sampling_step
 from benchmarks.scenes import ROWS, place, scene
 from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
+from dlm_jax.contrib.pod_costs import Torus, costs
 from dlm_jax.devices import used
-from dlm_jax.distributed import costs, mesh
-from dlm_jax.distributed.costs import Torus
+from dlm_jax.distributed import mesh
 from dlm_jax.distributed.mesh import topology_devices
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.model.transformer import build

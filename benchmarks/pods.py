@@ -143,10 +143,10 @@ def config_of(row: Row, options: tuple[str, ...] = ()) -> Config:
 def measure(row: Row, options: tuple[str, ...] = ()) -> dict[str, Any]:
     """The figures of a row: GiB, TFLOP and milliseconds per chip and step."""
     from benchmarks import bundles
-    from dlm_jax.distributed.costs import cost
+    from dlm_jax.contrib.pod_costs import cost_of_plan, utilisation
     from dlm_jax.distributed.mesh import CHIPS, topology_devices
     from dlm_jax.distributed.partitions import make_mesh
-    from dlm_jax.training.plan import plan, torus_of
+    from dlm_jax.training.plan import plan
 
     with bundles.written("rotary", "rotary_gradients") as schedules:
         devices = topology_devices(row.topology)
@@ -157,16 +157,16 @@ def measure(row: Row, options: tuple[str, ...] = ()) -> dict[str, Any]:
         except ValueError as error:
             return dataclasses.asdict(row) | {"refused": str(error)}
         kernels = bundles.seconds(schedules(), CHIPS[devices[0].device_kind].clock)
-    gib = 2.0**30
+    gib, best = 2.0**30, cost_of_plan(found)
     estimates = {
         mode: {
             "ms": round(one.seconds * 1e3, 2),
             "exposed_ms": round(one.exposed * 1e3, 2),
-            "utilisation": round(found.utilisation(one), 4),
+            "utilisation": round(utilisation(found, one), 4),
         }
         for mode, one in (
-            ("roof", found.at_best),
-            ("cycles", cost(found.text, torus_of(mesh), "cycles", kernels=kernels)),
+            ("roof", best),
+            ("cycles", cost_of_plan(found, "cycles", kernels)),
         )
     }
     return (
@@ -175,10 +175,10 @@ def measure(row: Row, options: tuple[str, ...] = ()) -> dict[str, Any]:
             "parameters": found.num_parameters,
             "chips": len(devices),
             "memory_gib": {name: round(size / gib, 3) for name, size in found.memory.items()},
-            "moved_gib": {kind: round(n / gib, 3) for kind, n in found.at_best.moved.items()},
+            "moved_gib": {kind: round(n / gib, 3) for kind, n in best.moved.items()},
             "model_tflop": round(found.flops / 1e12, 2),
-            "executed_tflop": round(found.at_best.flops / 1e12, 2),
-            "unknown_loops": found.at_best.unknown_loops,
+            "executed_tflop": round(best.flops / 1e12, 2),
+            "unknown_loops": best.unknown_loops,
             "compile_seconds": round(found.compile_seconds, 1),
         }
         | estimates
@@ -255,10 +255,9 @@ def measure_sampled(row: Sampled, options: tuple[str, ...] = ()) -> dict[str, An
     """The figures of a sampling step: GiB per chip."""
     import jax
 
-    from dlm_jax.distributed.costs import KINDS, cost, parse
+    from dlm_jax.contrib.pod_costs import KINDS, cost, parse, torus_of
     from dlm_jax.distributed.mesh import topology_devices
     from dlm_jax.distributed.partitions import make_mesh
-    from dlm_jax.training.plan import torus_of
 
     mesh = make_mesh(MeshConfig(fsdp=row.fsdp), topology_devices(row.topology))
     sample = SamplingParams(

@@ -9,7 +9,7 @@ parameters for TPUs that may be absent (extra ``tpu``). On paper, a chip has its
 parameters, the whole LM head, which reads out the chip's rows, and all parameters of the current
 layer, unless the layers are split over ``tensor`` or ``expert``. The time of a step is an estimate:
 the best case, in which all operations except products are bound by memory, and the compiler's
-cycles (`dlm_jax.distributed.costs`). Each loop of unknown length counts once: the readout of a
+cycles (`dlm_jax.contrib.pod_costs`). Each loop of unknown length counts once: the readout of a
 chunk, and with a cache the reading of a prompt and of a finished block.
 """
 
@@ -33,8 +33,8 @@ from dlm_jax.config import (
     ObjectiveConfig,
     SamplingParams,
 )
+from dlm_jax.contrib.pod_costs import Mode, cost, torus_of
 from dlm_jax.data import Tokenizer
-from dlm_jax.distributed.costs import Mode, cost
 from dlm_jax.distributed.mesh import CHIPS, topology_devices
 from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.inference.model import Model
@@ -44,7 +44,6 @@ from dlm_jax.model.transformer import build
 from dlm_jax.published import family
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance, start
-from dlm_jax.training.plan import torus_of
 
 ROWS, CANVAS = 32, 1024
 LLADA_8B = ModelConfig(

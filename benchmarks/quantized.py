@@ -21,15 +21,14 @@ from benchmarks.pods import Sampled, model_of, sampling_step
 from benchmarks.quality import judged_bits
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
+from dlm_jax.contrib.pod_costs import cost, torus_of
 from dlm_jax.data import load_corpus, validation_windows
-from dlm_jax.distributed.costs import cost
 from dlm_jax.distributed.mesh import topology_devices
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.scoring import score_rows
 from dlm_jax.model.quantized import KINDS, quantized_kernel
 from dlm_jax.model.transformer import build
-from dlm_jax.training.plan import torus_of
 
 NUM_TEXTS, NUM_WINDOWS, NUM_DRAWS = 64, 128, 4
 

@@ -6,7 +6,7 @@ Command: python -m benchmarks.remat_search --json benchmarks/results/remat.jsonl
 Every candidate is a value of ``model.remat``. Candidates whose saved values would fill more than
 half of a chip's memory are skipped. Each of the others is compiled in a process of its own, for
 devices that need not be there; candidates that the file already holds are kept. The table is sorted
-by the mean of both estimates of a step's time (`dlm_jax.distributed.costs`).
+by the mean of both estimates of a step's time (`dlm_jax.contrib.pod_costs`).
 """
 
 from __future__ import annotations

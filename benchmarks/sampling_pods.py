@@ -33,9 +33,9 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import bundles
 from benchmarks.pods import MODELS, measured_apart, parser_of
 from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
+from dlm_jax.contrib.pod_costs import Cost, Mode, cost, torus_of
 from dlm_jax.devices import used
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.costs import Cost, Mode, cost
 from dlm_jax.distributed.mesh import CHIPS, topology_devices
 from dlm_jax.distributed.partitions import make_mesh, named_leaves, on_own_rows, shardings
 from dlm_jax.model.quantized import quantized
@@ -45,7 +45,6 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.state import State
-from dlm_jax.training.plan import torus_of
 from dlm_jax.types import Network, Params, Window
 
 POSITIONS, BLOCK = 1024, 32

@@ -32,8 +32,6 @@ TABLES = (
     "dlm_jax.diffusion.processes.PROCESSES",
     "dlm_jax.heads.HEADS",
     "dlm_jax.published.families.FAMILIES",
-    "dlm_jax.rl.ESTIMATORS",
-    "dlm_jax.tasks.TASKS",
 )
 """Tables of rules outside `SLOTS`."""
 CHANGES = {
@@ -183,7 +181,7 @@ class Tree:
     def repeated_names(self) -> list[str]:
         """Names of several modules."""
         names = collections.Counter(
-            name.split(".")[-1] for name, path in self.files.items() if path.name != "__init__.py"
+            name.split(".")[-1] for name, path in self.files.items() if path.name[:2] != "__"
         )
         return sorted(name for name, count in names.items() if count > 1)
 

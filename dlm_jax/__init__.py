@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from dlm_jax.inference.results import Generation as Generation
     from dlm_jax.inference.results import Row as Row
     from dlm_jax.inference.scoring import Score as Score
-    from dlm_jax.inference.scoring import corrupted_share as corrupted_share
     from dlm_jax.inference.scoring import score as score
     from dlm_jax.inference.token_logprobs import DecodingRow as DecodingRow
     from dlm_jax.inference.token_logprobs import order_logprobs as order_logprobs
@@ -93,7 +92,7 @@ _NAMES = {
     "inference.pure": "Sampled Sampler inside replay sampler",
     "inference.request": "Request make_requests",
     "inference.results": "Generation Row",
-    "inference.scoring": "Score corrupted_share score",
+    "inference.scoring": "Score score",
     "inference.token_logprobs": "DecodingRow order_logprobs",
     "published.hub": "push_to_hub",
     "sampling.kv_cache": "KVCache",

@@ -22,10 +22,17 @@ _CONTRIB = {
 }
 """Names by module of `dlm_jax.contrib`."""
 _HOMES = {name: home for home, names in _CONTRIB.items() for name in names.split()}
+_RL = "policy optimisation is in dlm_jax.contrib.rl (docs/reinforcement.md)"
+_DISTILLATION = "it is a setting of python -m dlm_jax.contrib.distillation"
 _DECIDE = "it is a flag of python -m dlm_jax.contrib.decide"
 _OTHERS = {
     "cache_margin": "it was removed; use cache_refresh",
     "calibration": _DECIDE,
+    "certainty_draws": _DISTILLATION,
+    "certainty_share": _DISTILLATION,
+    "certainty_steps": _DISTILLATION,
+    "certainty_temperature": _DISTILLATION,
+    "certainty_weight": _DISTILLATION,
     "corrector_share": "it was removed; use more steps",
     "corrector_steps": "it was removed; use more steps",
     "edit_hidden": "it was removed; whole texts are compared",
@@ -33,10 +40,18 @@ _OTHERS = {
     "edit_token_gain": "it was removed; use edit_gain",
     "fit": _DECIDE,
     "labelled": _DECIDE,
+    "mode": "it was removed with the sequence scorer; every model is a language model",
     "open_blocks": "it was removed; use a larger block_length",
     "open_share": "it was removed; use a larger block_length",
+    "reward": _RL,
+    "rl": _RL,
     "sampler_ratio_by_density": "it was removed; use sampler_min_neighbors_ratio",
     "sampler_min_neighbors_ratio": "it is named sample.sampler_min_neighbors_ratio here",
+    "sdtt_share": _DISTILLATION,
+    "sdtt_steps": _DISTILLATION,
+    "sdtt_teacher_steps": _DISTILLATION,
+    "sweep": "it was removed; use a loop of the shell",
+    "teacher": _DISTILLATION,
     "time_steps": "it was removed; python -m benchmarks.generation measures steps",
 }
 
@@ -56,6 +71,8 @@ _MEMBERS = {
 
 def moved(name: str) -> str:
     """Advice for a setting, flag or ``setting=value`` that left the core; empty for others."""
+    if name.startswith("task:"):
+        return f"python -m dlm_jax.contrib.tasks {name[5:]} prints this corpus as JSON lines"
     name = name.lstrip("-").replace("-", "_")
     if name in _OTHERS:
         return _OTHERS[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dlm_jax.distributed.costs import KINDS, Module, Operation, Shape, parse
+from dlm_jax.contrib.pod_costs.costs import KINDS, Module, Operation, Shape, parse
 
 _FLOATS = ("bf16", "f16", "f32", "f64")
 

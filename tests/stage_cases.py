@@ -21,7 +21,7 @@ from dlm_jax.training.train_step import Stage, StageLoss
 from dlm_jax.types import Network
 
 ROWS, POSITIONS = 8, 8
-ADDED = tuple(head for head in HEADS if head.switch)
+ADDED = HEADS
 """The built-in heads that a flag adds to a model."""
 WITH_HEADS: dict[str, Any] = {head.switch: True for head in ADDED}
 MESHES = {

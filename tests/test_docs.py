@@ -18,6 +18,7 @@ import dlm_jax.config as configs
 from benchmarks import causal_to_diffusion, settings_page
 from dlm_jax.cli.common import PRESET
 from dlm_jax.config import Config, DataConfig, SamplingParams
+from dlm_jax.contrib.rl import train_policy
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
@@ -272,21 +273,21 @@ def test_the_prompts_of_a_file_are_those_that_are_sampled_and_rewarded(tmp_path,
     page = _text("reinforcement.md")
     (lines,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
     (toml,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
-    (code,) = [block for block in _blocks("reinforcement.md") if "is_short" in block]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
     pairs = [line for line in lines.splitlines() for _ in range(8)]
     unique = [line.replace('": "', f'": "{n}+', 1) for n, line in enumerate(pairs)]
     Path("prompts.jsonl").write_text("\n".join(unique))
     Path("config.toml").write_text(toml)
-    Path("judges.py").write_text(code + "\n\nSEEN = []\njudge = is_short\n\n\ndef is_short(p, a):"
-                                 "\n    SEEN.extend(p)\n    return judge(p, a)\n")  # fmt: skip
     flags = {
         "model.depth": "1", "model.width": "16", "model.heads": "2", "train.steps": "1",
         "train.batch_size": "8", "optim.warmup_steps": "0", "train.out_dir": "run",
         "train.eval_windows": "1",
     }  # fmt: skip
-    config = configs.load("config.toml", flags)
-    assert dlm_jax.train(config, report=lambda line: None).reason == "finished"
-    seen = set(sys.modules["judges"].SEEN)
-    assert seen and seen <= {json.loads(line)["prompt"] for line in unique}
+    seen: list[str] = []
+
+    def is_short(prompts, answers):
+        seen.extend(prompts)
+        return [1.0 - len(answer) / 4 for answer in answers]
+
+    train_policy(configs.load("config.toml", flags), is_short, report=lambda line: None)
+    assert seen and set(seen) <= {json.loads(line)["prompt"] for line in unique}

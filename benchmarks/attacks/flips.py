@@ -20,7 +20,6 @@ from dlm_jax.data import TokenShards, load_corpus, make_tokenizer, shard, train_
 from dlm_jax.data.pipeline import is_intact
 from dlm_jax.store import load_params, load_weights, save_weights
 from dlm_jax.training.checks import check_same_run
-from dlm_jax.training.metrics import read_records
 from dlm_jax.training.run import config_of_run
 
 _FLIPS = 200
@@ -54,8 +53,6 @@ def run(folder: Path, count: int | None, seed: int) -> list[Tally]:
          lambda: load_params(out_dir / "best", report=_unheard), _same),
         ("config.toml, of which --resume reads nothing", [out_dir / "config.toml"],
          lambda: configs.to_dict(config_of_run(out_dir)), _same),
-        ("metrics.jsonl", [out_dir / "metrics.jsonl"],
-         lambda: read_records(out_dir / "metrics.jsonl"), _same),
         ("results", [results, result_file.run_path(results)],
          lambda: _results(results, mark), _last_redone),
         ("token file", sorted((folder / "tokens").glob("*.npy")), lambda: _tokens(folder), _same),

@@ -5,9 +5,6 @@ tokens that fill rows after documents. The program prints one line per source: n
 bits per character, each with its interval over windows or texts. The values are bounds for a
 diffusion model and exact for a causal model, which can score any text (``--checkpoint runs/judge
 --text samples.txt --split``).
-
-With a sequence scorer, the program prints the estimated fraction of corrupted tokens or, without
-texts, the error of the estimate on corrupted held-out text.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -38,14 +34,11 @@ from dlm_jax.config import parse_flags
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.pipeline import Columns
 from dlm_jax.data.text import JSON_LINES, NAMED, Document, is_json, is_json_lines, read_jsonl
-from dlm_jax.diffusion.likelihood import first_scored, half_width, plus_minus
-from dlm_jax.heads.scorer import error_line, summary
+from dlm_jax.diffusion.likelihood import first_scored, plus_minus
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.scoring import (
     MOST_AT_ONCE,
     Score,
-    corrupted_share,
-    held_out_errors,
     score,
     score_rows,
 )
@@ -109,9 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
         sources = list(_sources(args))
-        if "scorer" in model.network.heads:
-            _judge(model, args, sources)
-            return End.DONE
         for name, texts, prompts in sources:
             result = score(model, texts, prompts=prompts, **drawn)
             _print_score(name, result, as_json=args.json)
@@ -184,7 +174,7 @@ def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[
         yield f"EOS behind the {name}", Score(nats_N, tail_N, none_N, unknown_N, model.is_causal)
 
 
-def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, Columns]:
+def _held_out_rows(model: Model, args: Namespace) -> tuple[Corpus, Columns]:
     """The held-out part of the requested corpus, or of the model's own corpus.
 
     A weights file may be untrusted, so it cannot determine which files are read. The location of
@@ -228,39 +218,13 @@ def _held_out_rows(model: Model, args: Namespace, **how: int) -> tuple[Corpus, C
             f"its end may not have been held out; restore it, or pass it as --held-out"
         )
     return corpus, validation_windows(
-        corpus.val_rows, seq_len=data.seq_len, pad_id=model.tokenizer.pad_id, **how
+        corpus.val_rows, seq_len=data.seq_len, pad_id=model.tokenizer.pad_id
     )
 
 
 def _is_placed(source: str) -> bool:
     """Returns whether the meaning of a source is independent of the working directory."""
     return source in NAMED or "://" in source or Path(os.path.expanduser(source)).is_absolute()
-
-
-def _judge(model: Model, args: Namespace, sources: Sequence[Source]) -> None:
-    """Prints the estimated fraction of corrupted tokens per source, or the scorer's error."""
-    for name, texts, prompts in sources:
-        if prompts is not None:
-            raise ValueError(f"{name}: a sequence scorer scores whole texts; remove the prompts")
-        share_N = corrupted_share(model, texts, batch_size=args.batch_size)
-        share, count = float(share_N.mean()), len(share_N)
-        _require_finite(name, share)
-        error = float(share_N.std(ddof=1)) / count**0.5 if count > 1 else None
-        record = {"corrupted_share": share, "corrupted_share_error": error, "texts": count}
-        line = f"corrupted share {share:.4f}"
-        line += "" if error is None else f" +- {half_width(error, count):.4f} ({count} texts)"
-        _print(name, "judged", record, line, as_json=args.json)
-    if not sources:
-        corpus, rows = _held_out_rows(model, args, multiple_of=args.batch_size)
-        found = held_out_errors(model, rows, batch_size=args.batch_size, seed=args.seed)
-        record = summary(found, rows["length"] - rows["given"])
-        _require_finite(corpus.name, *(v for v in record.values() if isinstance(v, float)))
-        name = f"held-out text of {corpus.name}"
-        _print(name, "error", record, error_line(record), as_json=args.json)
-
-
-def _print(name: str, kind: str, record: dict[str, Any], line: str, *, as_json: bool) -> None:
-    emit(json.dumps({"source": name, "kind": kind} | record) if as_json else f"{name}: {line}")
 
 
 def _print_score(name: str, result: Score, *, as_json: bool) -> None:
@@ -283,7 +247,8 @@ def _print_score(name: str, result: Score, *, as_json: bool) -> None:
     counts = f"{len(result.nats)} rows, {tokens:,} tokens"
     counts += f", {characters:,} characters" if characters else ""
     per_token = f"{nats:.4f}{plus_minus(nats_interval)} nats/token"
-    _print(name, kind, record, f"{per_token}{per_character} ({kind}; {counts})", as_json=as_json)
+    line = f"{name}: {per_token}{per_character} ({kind}; {counts})"
+    emit(json.dumps({"source": name, "kind": kind} | record) if as_json else line)
 
 
 def _require_finite(name: str, *figures: float) -> None:

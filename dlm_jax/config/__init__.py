@@ -15,7 +15,6 @@ from dlm_jax.config.reading import (
     to_toml,
 )
 from dlm_jax.config.schema import (
-    POLICY_LOSSES,
     TRACKERS,
     Config,
     DataConfig,
@@ -24,7 +23,6 @@ from dlm_jax.config.schema import (
     ModelConfig,
     ObjectiveConfig,
     OptimConfig,
-    RLConfig,
     TrainConfig,
     Trait,
     declared,
@@ -35,7 +33,7 @@ from dlm_jax.sampling.params import SamplingParams, layered, resolve
 
 __all__ = [
     "Config", "DataConfig", "HeadsConfig", "MeshConfig", "ModelConfig",
-    "ObjectiveConfig", "OptimConfig", "POLICY_LOSSES", "RLConfig", "SamplingParams",
+    "ObjectiveConfig", "OptimConfig", "SamplingParams",
     "TRACKERS", "TrainConfig", "Trait", "add_flags", "add_sample_flags", "declared",
     "differing", "flat", "from_dict", "keys", "layered", "load", "override", "parse_flags",
     "resolve", "sample_settings", "sections", "shipped", "to_dict", "to_toml",

@@ -31,9 +31,6 @@ from dlm_jax.settings import (
     with_settings,
 )
 
-SWITCHES = tuple(head.switch for head in HEADS if head.switch)
-"""The keys of ``[model]`` that add a head."""
-
 
 @section("heads")
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +211,7 @@ class DataConfig(Section):
     source: tuple[str, ...] = setting(
         ("python-reference",),
         "UTF-8 or JSONL files or globs, or python-reference (the language reference inside "
-        "CPython), python-source (its standard library), tinyshakespeare or task:NAME "
+        "CPython), python-source (its standard library) or tinyshakespeare "
         "(arithmetic, brackets, sudoku, sorting, letters, records); or sharded corpora, "
         "directories or URLs (gs://, s3://)",
         Trait.FREE | Trait.ONCE_SAVED | Trait.LOCAL,
@@ -266,76 +263,6 @@ class DataConfig(Section):
             "is empty",
             "pass a file, a glob or python-reference",
         )
-
-
-POLICY_LOSSES = ("diffu_grpo", "coupled_grpo", "elbo", "spg", "trace")
-
-
-@section("rl")
-@dataclasses.dataclass(frozen=True)
-class RLConfig(Section):
-    """Policy optimisation: the model is trained with rewards for its own samples."""
-
-    reward: str = setting(
-        "",
-        "reward function MODULE:FUNCTION, (prompts, answers) -> rewards, such as "
-        "dlm_jax.tasks:arithmetic, for training on the model's own samples; empty: train on the "
-        "text",
-    )
-    loss: str = setting(
-        "diffu_grpo",
-        "estimator of the log-probabilities of samples (docs/reinforcement.md)",
-        choices=POLICY_LOSSES,
-    )
-    group: int = setting(
-        8,
-        "number of samples per prompt, at least 2; train.batch_size counts samples",
-        low=2,
-        high=2**16,
-        remedy="use 8; a group of one has no baseline",
-    )
-    advantage: str = setting(
-        "grpo",
-        "normalisation of rewards within a group: grpo (mean subtracted, divided by the standard "
-        "deviation), grpo_mean (mean subtracted) or rloo (mean of the other rewards subtracted)",
-        choices=("grpo", "grpo_mean", "rloo"),
-    )
-    clip: float = setting(
-        0.2, "distance from 1 at which probability ratios are clipped", low=ABOVE_ZERO, high=1
-    )
-    updates: int = setting(1, "number of updates per batch of samples", low=1, high=2**16)
-    kl: float = setting(
-        0.0,
-        "weight of the divergence from the initial model, >= 0; 0: no copy of the model is kept",
-        low=0,
-    )
-    kl_estimator: str = setting(
-        "k3", "estimator of the divergence (Schulman 2020): k2 or k3", choices=("k2", "k3")
-    )
-    masks: int = setting(
-        1,
-        "number of masks per sample: pairs in coupled_grpo, or draws in elbo and spg",
-        low=1,
-        high=2**10,
-    )
-    spg_power: float = setting(1.5, "spg: power b of the upper bound", low=1)
-    spg_share: float = setting(
-        0.5, "spg: share of the upper bound for negative advantages", low=0, high=1
-    )
-    prompt_mask: float = setting(
-        0.15, "diffu_grpo: probability that a prompt token is masked", low=0, high=1
-    )
-    asynchronous: bool = setting(
-        False,
-        "generate the samples of the next step while the model trains; the samples are one step "
-        "behind, and the state has a second copy of the trained parameters",
-    )
-    bad_reward: str = setting(
-        "stop",
-        "action if a reward is not finite or the reward function fails: end the run (stop), or "
-        "report and exclude the sample (leave_out)",
-        choices=("stop", "leave_out"),
-    )
 
 
 _MOST_WIDTH = 2**20
@@ -493,11 +420,6 @@ class ModelConfig(Section):
         parse=_adapted,
     )
 
-    mode: str = setting(
-        "language_model",
-        "language_model, or sequence_scorer, which predicts the fraction of wrong tokens in a text",
-        choices=("language_model", "sequence_scorer"),
-    )
     depth: int = setting(6, "number of Transformer blocks", low=1, high=2**12)
     width: int = setting(128, "size of the hidden vectors (D)", low=1, high=2**17)
     heads: int = setting(
@@ -839,16 +761,8 @@ class ModelConfig(Section):
     def _check_heads(self) -> None:
         for head in HEADS:
             name, kind = head.switch, self.attention_type
-            if not name or not getattr(self, name):
+            if not getattr(self, name):
                 continue
-            require(
-                self.mode == "language_model",
-                f"model.{name}",
-                True,
-                f"requires model.mode='language_model', not {self.mode!r}",
-                "change one of them",
-                "model.mode",
-            )
             require(
                 kind in head.attention,
                 f"model.{name}",
@@ -858,14 +772,6 @@ class ModelConfig(Section):
                 "change one of them",
                 "model.attention_type",
             )
-        require(
-            self.mode == "language_model" or self.attention_type == "bidirectional",
-            "model.mode",
-            self.mode,
-            "requires model.attention_type='bidirectional'",
-            "",
-            "model.attention_type",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -877,7 +783,6 @@ class Config:
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     heads: HeadsConfig = dataclasses.field(default_factory=HeadsConfig)
-    rl: RLConfig = dataclasses.field(default_factory=RLConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sample: SamplingParams = dataclasses.field(default_factory=SamplingParams)
@@ -888,9 +793,6 @@ class Config:
         self._check_attention()
         if not self.objective.noise_process.is_masked:
             self._check_process()
-        self._check_teacher()
-        if self.rl.reward:
-            self._check_policy()
 
     def _check_run(self) -> None:
         warmup, steps = self.optim.warmup_steps, self.train.steps
@@ -923,10 +825,8 @@ class Config:
     def _check_process(self) -> None:
         model, kind = self.model, self.objective.process
         for name, value, needed in (
-            ("model.mode", model.mode, "language_model"),
             ("model.attention_type", model.attention_type != "causal", True),
             ("heads.sampler_trunk_share", getattr(self.heads, "sampler_trunk_share", 0), 0),
-            ("rl.reward", self.rl.reward, ""),
         ):
             require(
                 value == needed,
@@ -936,54 +836,6 @@ class Config:
                 "use 'masked'",
                 name,
             )
-
-    def _check_policy(self) -> None:
-        rows, group, model = self.train.batch_size, self.rl.group, self.model
-        require(
-            rows % group == 0,
-            "rl.group",
-            group,
-            f"does not divide train.batch_size={rows}",
-            f"use a divisor, or a batch of {group * max(1, rows // group)}",
-            "train.batch_size",
-        )
-        for name, value in (
-            ("mode", "language_model"),
-            ("attention_type", "bidirectional"),
-            *((name, False) for name in SWITCHES),
-        ):
-            require(
-                getattr(model, name) == value,
-                f"model.{name}",
-                getattr(model, name),
-                "is not supported with rl.reward",
-                f"use {value!r}, or remove rl.reward",
-                "rl.reward",
-            )
-        require(
-            self.rl.loss != "trace" or self.sample.temperature > 0,
-            "sample.temperature",
-            0.0,
-            "makes no random choices, which rl.loss='trace' requires",
-            "use 1",
-            "rl.loss",
-        )
-        require(
-            self.heads.train_main,
-            "heads.train_main",
-            False,
-            "leaves nothing for rl.reward to train",
-            "use true",
-            "rl.reward",
-        )
-        require(
-            not (self.sample.edits or self.sample.renoises),
-            "rl.reward",
-            self.rl.reward,
-            "requires samples whose tokens do not move",
-            "remove edits and re-noise from [sample]",
-            "sample.edit",
-        )
 
     def _check_begin(self) -> None:
         is_fresh = self.train.init_from == ""
@@ -1035,44 +887,6 @@ class Config:
             "name it in train.init_from, with heads.train_main=true",
             "train.init_from",
             "heads.train_main",
-        )
-
-    def _check_teacher(self) -> None:
-        for name in self.objective.distilled:
-            share, attention = f"objective.{name}_share", self.model.attention_type
-            value = getattr(self.objective, f"{name}_share")
-            require(
-                self.objective.teacher != "" or self.train.init_from != "",
-                share,
-                value,
-                "needs a teacher",
-                "name a model in train.init_from or objective.teacher",
-                "train.init_from",
-                "objective.teacher",
-            )
-            require(
-                attention == "bidirectional",
-                share,
-                value,
-                f"is not supported with model.attention_type={attention!r}",
-                "use 0",
-                "model.attention_type",
-            )
-            require(
-                self.heads.train_main,
-                share,
-                value,
-                "trains the model, which is frozen",
-                "use heads.train_main=true",
-                "heads.train_main",
-            )
-        require(
-            not self.objective.teacher or self.model.lora_rank == 0,
-            "objective.teacher",
-            self.objective.teacher,
-            "is not supported with adapters, whose teacher is train.init_from",
-            "remove it",
-            "model.lora_rank",
         )
 
     def _check_attention(self) -> None:

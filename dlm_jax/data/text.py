@@ -10,7 +10,6 @@ therefore dropped if at least half of its text occurs in longer topics.
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import hashlib
 import http.client
@@ -27,8 +26,8 @@ from typing import Any
 
 from dlm_jax.data.pipeline import default_cache_dir
 from dlm_jax.data.tokenizers import utf8
+from dlm_jax.moved import moved
 from dlm_jax.store.files import check_regular, write_whole
-from dlm_jax.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -260,12 +259,11 @@ def read_documents(source: Source) -> tuple[Document, ...]:
 
     Args:
       source: `BUILTIN_CORPUS`, `PYTHON_SOURCE` (one document per file of the standard library,
-        without tests), `SHAKESPEARE` (downloaded if needed), ``task:NAME`` (prompts and answers of
-        `dlm_jax.tasks`), a path or a glob (`**` matches nested folders), or several of these. An
-        existing path is never treated as a glob. A file of JSON lines (`JSON_LINES`) contains one
-        document per line, and a ``.json`` file a list of documents (see `read_jsonl`). Any other
-        file is one document. A byte-order mark is removed; everything else, including line endings,
-        is unchanged. Pipes and devices are not read.
+        without tests), `SHAKESPEARE` (downloaded if needed), a path or a glob (`**` matches nested
+        folders), or several of these. An existing path is never treated as a glob. A file of JSON
+        lines (`JSON_LINES`) contains one document per line, and a ``.json`` file a list of
+        documents (see `read_jsonl`). Any other file is one document. A byte-order mark is removed;
+        everything else, including line endings, is unchanged. Pipes and devices are not read.
     """
     patterns = names_of(source)
     if not patterns:
@@ -366,9 +364,8 @@ def _match(pattern: str) -> tuple[bool, list[Path]]:
     files = [Path(name) for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]
     if not files:
         problem = "matches no file" if set(pattern) & set("*?[") else "does not exist"
-        raise ValueError(
-            f"{pattern} {problem}; pass a path, a glob or the built-in corpus {BUILTIN_CORPUS!r}"
-        )
+        advice = f"pass a path, a glob or the built-in corpus {BUILTIN_CORPUS!r}"
+        raise ValueError(f"{pattern} {problem}; {moved(pattern) or advice}")
     return False, files
 
 
@@ -426,19 +423,9 @@ def _python_source() -> list[Document]:
     return [Document(f"{PYTHON_SOURCE}:{path.as_posix()}", text) for path, text in texts if text]
 
 
-def _task_documents(name: str) -> list[Document]:
-    """Examples of a task, each with a prompt and an answer."""
-    task = TASKS[name]
-    return [
-        Document(f"task:{name} example {number}", answer, prompt)
-        for number, (prompt, answer) in enumerate(task.examples(task.size))
-    ]
-
-
 NAMED: dict[str, Callable[[], list[Document]]] = {
     BUILTIN_CORPUS: _builtin_documents,
     PYTHON_SOURCE: _python_source,
     SHAKESPEARE: lambda: [Document(SHAKESPEARE, read_shakespeare())],
-    **{f"task:{name}": functools.partial(_task_documents, name) for name in TASKS},
 }
 """Corpora that are identified by name, independently of the working directory."""

@@ -6,7 +6,6 @@ import functools
 
 from dlm_jax.diffusion.canvas_denoising import canvas_denoising
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
-from dlm_jax.diffusion.distillation import certainty, sdtt
 from dlm_jax.diffusion.objectives import (
     Mixture,
     NetworkObjective,
@@ -48,7 +47,6 @@ def mixture_of(
     *,
     mask_id: int,
     random_ids: tuple[int, ...],
-    banned_ids: tuple[int, ...] = (),
     noise_ids: tuple[int, ...] = (),
     block_length: int = 0,
     has_canvases: bool = False,
@@ -56,8 +54,8 @@ def mixture_of(
     """Returns the mixture of objectives of a config. Objectives whose share is 0 are omitted.
 
     A corruption can show `random_ids` instead of the true token, and a process other than the
-    masked one `noise_ids`; `banned_ids` are never written into a hole. `block_length` is that of a
-    block-causal model, or the length of a canvas, else 0.
+    masked one `noise_ids`. `block_length` is that of a block-causal model, or the length of a
+    canvas, else 0.
     """
     process, schedule = config.noise_process, SCHEDULES[config.schedule](config.schedule_power)
     if has_canvases or not process.is_masked:
@@ -71,10 +69,9 @@ def mixture_of(
         )
         name, share = "denoising" if has_canvases else "elbo", config.random_length_share
         return Mixture({name: objective}, {name: 1.0}, random_length_share=share)
-    taught = config.sdtt_share + config.certainty_share
     table: dict[str, tuple[float, Objective | NetworkObjective]] = {
         "elbo": (
-            1.0 - config.denoising_share - config.proofreading_share - taught,
+            1.0 - config.denoising_share - config.proofreading_share,
             functools.partial(
                 elbo,
                 schedule=schedule,
@@ -96,26 +93,6 @@ def mixture_of(
                 mask_id=mask_id,
                 kinds=config.misprint_kinds,
                 masked_rows=config.misprint_masked_rows,
-            ),
-        ),
-        "sdtt": (
-            config.sdtt_share,
-            sdtt(
-                steps=config.sdtt_steps,
-                teacher_steps=config.sdtt_teacher_steps,
-                mask_id=mask_id,
-                banned_ids=banned_ids,
-            ),
-        ),
-        "certainty": (
-            config.certainty_share,
-            certainty(
-                teacher_steps=config.certainty_steps,
-                teacher_temperature=config.certainty_draws,
-                weight=config.certainty_weight,
-                temperature=config.certainty_temperature,
-                mask_id=mask_id,
-                banned_ids=banned_ids,
             ),
         ),
     }

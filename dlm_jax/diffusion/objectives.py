@@ -39,8 +39,6 @@ from dlm_jax.types import Network, Params, left_of, live_positions, right_of
 
 MISPRINTS = ("missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair")
 USUAL_MISPRINTS = MISPRINTS[:3]
-TAUGHT = ("sdtt", "certainty")
-"""Objectives that learn from a teacher."""
 
 
 def _noises() -> str:
@@ -144,44 +142,6 @@ class ObjectiveConfig(Section):
     misprint_masked_rows: float = setting(
         0.5, "proofreading: share of its rows that also contain MASK", low=0, high=1
     )
-    sdtt_share: float = setting(
-        0.0,
-        "share of each batch's rows, and of the loss, for learning to replace several sampling "
-        "steps of a teacher with one",
-        low=0,
-        high=1,
-    )
-    sdtt_steps: int = setting(
-        16, "sdtt: number of sampling steps of the student", low=1, high=2**16
-    )
-    sdtt_teacher_steps: int = setting(
-        2, "sdtt: number of teacher steps that one student step replaces", low=1, high=64
-    )
-    certainty_share: float = setting(
-        0.0,
-        "share of each batch's rows, and of the loss, for learning to predict in one step the "
-        "tokens that a teacher writes in several steps",
-        low=0,
-        high=1,
-    )
-    certainty_steps: int = setting(
-        8, "certainty: number of steps in which the teacher fills a row", low=1, high=64
-    )
-    certainty_draws: float = setting(
-        0.0,
-        "certainty: temperature of the teacher; 0 is greedy",
-        low=0,
-        high=100,
-    )
-    certainty_weight: float = setting(2.0, "certainty: weight of the entropy", low=0, high=1e3)
-    certainty_temperature: float = setting(
-        0.5, "certainty: temperature of the entropy", low=1e-2, high=100
-    )
-    teacher: str = setting(
-        "",
-        "sdtt and certainty: frozen teacher (run, weights file or shipped model); "
-        "empty: the initial parameters of the run",
-    )
     text_weight: float = setting(
         1.0, "models with canvases: weight of the next-token loss on the text", low=0, high=100
     )
@@ -206,24 +166,6 @@ class ObjectiveConfig(Section):
                 "lower one",
                 f"objective.{other}",
             )
-        names = ("denoising", "proofreading", *self.distilled)
-        total = sum(getattr(self, f"{name}_share") for name in names)
-        for name in self.distilled:
-            share = getattr(self, f"{name}_share")
-            require(
-                total <= 1 + 1e-6,
-                f"objective.{name}_share",
-                share,
-                f"and the other shares add up to {total:.4g}",
-                "lower one",
-            )
-        require(
-            not self.teacher or bool(self.distilled),
-            "objective.teacher",
-            self.teacher,
-            "is not used",
-            "set objective.sdtt_share or objective.certainty_share",
-        )
         name = self.process
         if self.noise_process.is_masked:
             return
@@ -238,11 +180,6 @@ class ObjectiveConfig(Section):
             )
 
     @property
-    def distilled(self) -> tuple[str, ...]:
-        """The distillation objectives whose share is not zero."""
-        return tuple(name for name in TAUGHT if getattr(self, f"{name}_share") > 1e-6)
-
-    @property
     def noise_process(self) -> Process:
         """The forward process."""
         return process_of(self.process, self.process_settings)
@@ -251,8 +188,6 @@ class ObjectiveConfig(Section):
 _MASKED_ALONE = {
     "denoising_share": 0,
     "proofreading_share": 0,
-    "sdtt_share": 0,
-    "certainty_share": 0,
     "time_weight": True,
     "normaliser": "tokens",
 }
@@ -636,20 +571,13 @@ class NetworkObjective:
         before it is split into microbatches. Every leaf is ``[B, ...]`` or a scalar, such as the
         divisor of a loss. Rows of other objectives have length 0.
       loss: ``(network, params, noise) -> Loss``, differentiated with respect to all trained
-        parameters. If `needs_teacher` is True, the parameters of the teacher are a fourth argument.
-      anchor: ``(network, params, reference, noise) -> noise`` for the whole batch. The function
-        adds values that are computed once per step from the reference and from the parameters
-        before the updates of the step. None leaves the noise unchanged.
-      needs_teacher: whether the run keeps the parameters of a teacher as the reference: those of
-        ``objective.teacher``, or the initial parameters of the run.
+        parameters.
       example: ``(noise) -> Example``, the canvas and the predicted positions that heads read. None
         shows the heads the true rows, of which they learn nothing.
     """
 
     draw: Callable[[Batch, jax.Array], Any]
-    loss: Callable[..., Loss]
-    anchor: Callable[[Network, Params, Params, Any], Any] | None = None
-    needs_teacher: bool = False
+    loss: Callable[[Network, Params, Any], Loss]
     example: Callable[[Any], Example] | None = None
 
 
@@ -813,11 +741,6 @@ class Mixture:
         """Whether an objective reads the output of the trunk for the shown canvas."""
         return any(not isinstance(one, NetworkObjective) for one in self.objectives.values())
 
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether an objective learns from a teacher."""
-        return any(getattr(one, "needs_teacher", False) for one in self.objectives.values())
-
     def example(self, batch: Batch, key: jax.Array) -> MixedExample:
         """The example of a batch, whose noise depends only on `key`."""
         length_key, *keys = jax.random.split(key, 1 + len(self.objectives))
@@ -844,13 +767,11 @@ class Mixture:
         hidden_BLD: jax.Array | None,
         *,
         mask_id: int,
-        teacher: Params | None = None,
     ) -> dict[str, Loss]:
         """The loss of each objective on the example, keyed by name.
 
         `hidden_BLD` is the output of the trunk for ``example.shown_BL`` if `reads_trunk` is True.
-        `teacher` contains the parameters of the teacher if `needs_teacher` is True. MASK is never
-        predicted.
+        MASK is never predicted.
         """
         found = {}
         if hidden_BLD is not None:
@@ -869,8 +790,7 @@ class Mixture:
                 found[name] = Loss(jnp.sum(weighted_BL), example.totals[name])
         for name, objective in self.objectives.items():
             if isinstance(objective, NetworkObjective):
-                taught = (teacher,) if objective.needs_teacher else ()
-                found[name] = objective.loss(network, params, example.noise[name], *taught)
+                found[name] = objective.loss(network, params, example.noise[name])
         return {name: found[name] for name in self.objectives}
 
     def without_rows(self, num_rows: int) -> list[str]:

@@ -1,6 +1,6 @@
 """XLA compiler options for each kind of device, with measured or estimated gains.
 
-Gains on TPUs are estimates from compiled programs (`dlm_jax.distributed.costs`): milliseconds per
+Gains on TPUs are estimates from compiled programs (`dlm_jax.contrib.pod_costs`): milliseconds per
 step by roofline / cycles, first without and then with the option, followed by the compile time in
 seconds. Rows have 4096 positions in training and 1024 in sampling; a sampling step computes whole
 canvases.

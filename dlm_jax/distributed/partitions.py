@@ -160,7 +160,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"blocks/.*/router(/kernel|_bias)$", P()),
     (r"blocks/.*_scale$", P()),
     (r"(^|/)adapters/", P()),
-    (r"(sampler|scorer)_head/inner/kernel$", P("fsdp", "tensor")),
+    (r"sampler_head/inner/kernel$", P("fsdp", "tensor")),
     (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
     (r"(^|/)(norm|\w+_norm)/(scale|bias)$", P()),
     # The parameters of other heads are small and therefore replicated.

@@ -368,10 +368,6 @@ class Likelihoods:
     """
 
     def __init__(self, model: Model, *, num_draws: int = 32, batch_size: int = ROWS, seed: int = 0):
-        if "scorer" in model.network.heads:
-            raise ValueError(
-                "the model is a sequence scorer, which has no likelihood; load a language model"
-            )
         if not model.process.is_masked:
             raise ValueError(
                 "the harness scores with random masks, which requires a masking process, but the "

@@ -109,7 +109,6 @@ CRITIC_HEAD = BuiltInHead(
     make=critic_head,
     layers=critic_layers,
     function=critic_function,
-    is_added=lambda model: model.add_critic_head,
     switch="add_critic_head",
     model={
         "add_critic_head": setting(

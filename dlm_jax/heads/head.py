@@ -146,9 +146,7 @@ class BuiltInHead:
         bias=False)`` and ``norm(size)``.
       function: ``(config, layers_of, readout) -> Any``: the entry of the head in `Network.heads`.
         ``layers_of(params)`` has the layers as attributes.
-      is_added: ``(config) -> bool``: whether the section ``[model]`` adds the head, which is the
-        value of the key `switch` if there is one.
-      switch: the key of ``[model]`` that adds the head; empty if the head belongs to a mode.
+      switch: the key of ``[model]`` that adds the head.
       model: settings of ``[model]`` by key, as `setting` fields. Their traits are ``OWN`` and
         ``IDLE``, because published models have no such heads.
       training: settings of ``[heads]`` by key, as `setting` fields.
@@ -162,8 +160,7 @@ class BuiltInHead:
     make: Callable[[Any], Head]
     layers: Callable[..., dict[str, Any]]
     function: Callable[..., Any]
-    is_added: Callable[[Any], bool]
-    switch: str = ""
+    switch: str
     model: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     start: str = ""
@@ -174,6 +171,10 @@ class BuiltInHead:
     def key(self) -> str:
         """The head's name in `Network.heads` and in messages."""
         return self.name.removesuffix("_head")
+
+    def is_added(self, config: Any) -> bool:
+        """Whether the section ``[model]`` adds the head."""
+        return getattr(config, self.switch)
 
     def __call__(self, setup: Any) -> Head | None:
         """The record of the head, or None for a model without it."""

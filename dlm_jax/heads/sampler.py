@@ -180,7 +180,6 @@ SAMPLER_HEAD = BuiltInHead(
     make=sampler_head,
     layers=sampler_layers,
     function=sampler_function,
-    is_added=lambda model: model.add_sampler_head,
     switch="add_sampler_head",
     model={
         "add_sampler_head": setting(

@@ -174,10 +174,6 @@ def _checked(tokens: np.ndarray, room: int, what: str) -> tuple[np.ndarray, None
 
 def check_settings(model: Model, sample: SamplingParams) -> None:
     """Raises ValueError for settings that are invalid for the model."""
-    if "scorer" in model.network.heads:
-        raise ValueError(
-            "the model is a sequence scorer, which does not generate; load another model"
-        )
     facts, block = model.facts, sample.block_length
     require(
         not sample.max_new_tokens or (sample.edit and sample.length_target_mode != "none"),

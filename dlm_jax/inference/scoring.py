@@ -17,16 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax import devices
-from dlm_jax.data import text_ids
 from dlm_jax.diffusion.likelihood import Costs, costs, half_width, num_scored, ratio_and_error
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
-from dlm_jax.heads import scorer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.randomness import key_of
 from dlm_jax.settings import SettingError
-from dlm_jax.types import Network, Params
+from dlm_jax.types import Network
 
 Window = tuple[np.ndarray, int]
 """The ids of a row and the number of given ids at its start."""
@@ -115,12 +113,8 @@ def score(
 
     Raises:
       ValueError: a text is empty or cannot be encoded, a prompt and its text together exceed the
-        canvas, a size is below 1, or the model is a sequence scorer or has canvases.
+        canvas, a size is below 1, or the model has canvases.
     """
-    if "scorer" in model.network.heads:
-        raise ValueError(
-            "the model is a sequence scorer, which has no likelihood; use dlm_jax.corrupted_share"
-        )
     if model.network.canvas_length:
         raise ValueError("a model with canvases has no likelihood of texts; use another model")
     check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
@@ -195,12 +189,6 @@ def check_sizes(*, num_draws: int, batch_size: int, seed: int) -> None:
             raise SettingError(name, value, "is too large", f"use at most {MOST_AT_ONCE}")
     if not 0 <= seed < 2**32:
         raise SettingError("seed", seed, "is outside [0, 2**32)", "use a seed in this range")
-
-
-def _share(
-    network: Network, params: Params, batch: Batch, number_B: jax.Array, key: jax.Array
-) -> jax.Array:
-    return jax.nn.sigmoid(scorer.score(network, params, batch.tokens_BL, batch.length_B))
 
 
 @functools.lru_cache(maxsize=32)
@@ -291,81 +279,3 @@ def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:
         "length": np.array([len(ids) for ids, _ in windows], np.int32),
         "given": np.array([given for _, given in windows], np.int32),
     }
-
-
-def corrupted_share(
-    model: Model, texts: str | Sequence[str], *, batch_size: int = 16
-) -> np.ndarray:
-    """Returns the predicted fraction of wrong tokens in each text, float64 ``[N]`` in [0, 1].
-
-    A text that is longer than the scorer's canvas is split into windows of equal length (within one
-    token), each scored separately. The result for the text is the mean over the windows, weighted
-    by their number of tokens.
-
-    Args:
-      model: a sequence scorer from `dlm_jax.load`.
-      texts: one or several non-empty texts.
-      batch_size: number of windows per forward pass.
-    """
-    _check_scorer(model)
-    if batch_size < 1:
-        raise SettingError("batch_size", batch_size, "must be at least 1")
-    texts = [texts] if isinstance(texts, str) else texts
-    if not len(texts):
-        raise ValueError("there are no texts to score; pass at least one")
-    windows, owners = _windows_of(texts, lambda _, text: _scorer_windows(model, text))
-    rows = _rows(model, windows)
-    share_N = _in_batches(
-        compiled(_share, model.network, model.compiler_options), model, rows, batch_size
-    )
-    length_N = rows["length"]
-    tokens = np.bincount(owners, length_N, minlength=len(texts))
-    return np.bincount(owners, share_N.astype(float) * length_N, minlength=len(texts)) / tokens
-
-
-def held_out_errors(
-    model: Model, rows: Mapping[str, np.ndarray], *, batch_size: int = 16, seed: int = 0
-) -> scorer.Errors:
-    """Returns the errors of a scorer on N rows of true text, corrupted as in training.
-
-    Args:
-      model: a sequence scorer from `dlm_jax.load`.
-      rows: ``tokens`` int ``[N, L]``, ``length`` and ``given`` ``[N]``, as returned by the data
-        pipeline. N is a multiple of `batch_size`, and rows can be empty.
-      batch_size: number of rows per forward pass. Wrong tokens are drawn from rows of the same
-        batch.
-      seed: random seed of the corruption. Seed 0 with the batch size of the training run
-        reproduces the corruption of that run.
-    """
-    _check_scorer(model)
-    if model.config is None:
-        raise ValueError("the scorer has no training config; load one with dlm_jax.load")
-    run = compiled(
-        scorer.errors,
-        model.network,
-        model.compiler_options,
-        how=model.config.objective,
-        random_ids=text_ids(model.tokenizer),
-    )
-    return _in_batches(run, model, rows, batch_size, seed)
-
-
-def _check_scorer(model: Model) -> None:
-    if "scorer" not in model.network.heads:
-        raise ValueError(
-            "the model is not a sequence scorer; load one that was trained with "
-            "model.mode='sequence_scorer'"
-        )
-
-
-def _scorer_windows(model: Model, text: str) -> list[Window]:
-    """Splits the tokens of a text into the fewest windows of nearly equal length that fit the
-    canvas.
-    """
-    if not isinstance(text, str):
-        raise ValueError(f"{text!r} is not a string; use a string")
-    ids = model.tokenizer.encode(text)
-    if not ids.size:
-        raise ValueError("the text is empty; pass a text to score")
-    parts = np.array_split(ids, -(-ids.size // model.max_length))
-    return [(part, 0) for part in parts]

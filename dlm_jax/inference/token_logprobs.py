@@ -244,10 +244,6 @@ def _read(
 
 
 def _check_holes(model: Model) -> None:
-    if "scorer" in model.network.heads:
-        raise ValueError(
-            "the model is a sequence scorer, which has no likelihood; load a language model"
-        )
     if not model.process.is_masked:
         raise ValueError(
             "tokens are scored in holes, but the model was trained with objective.process="

@@ -346,9 +346,6 @@ def build(config: ModelConfig) -> Network:
             is_matrix=is_matrix,
             **_canvases(config, vectors_of, module_of, final_norm).functions(),
         )
-    cached = None
-    if config.mode == "language_model":
-        cached = cached_trunk(config, vectors_of, module_of, final_norm)
     return Network(
         init,
         trunk,
@@ -356,7 +353,7 @@ def build(config: ModelConfig) -> Network:
         readout,
         config.vocab_size,
         logits_of=logits_of,
-        cached=cached,
+        cached=cached_trunk(config, vectors_of, module_of, final_norm),
         is_matrix=is_matrix,
         inside=_inside_of(config, vectors_of, module_of, final_norm),
         heads={

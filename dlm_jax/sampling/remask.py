@@ -2,8 +2,7 @@
 
 The loop calls a remask rule with the unfrozen tokens of a block after every step except the last.
 Re-noise overwrites tokens before a forward pass, so that the model rewrites them. Unlike remasking,
-it can write a space or a random token, which the model reads as text (`docs/readings.md`, readings
-of variable-length edits).
+it can write a space or a random token, which the model reads as text.
 """
 
 from __future__ import annotations
@@ -153,8 +152,7 @@ class Scheduled(RemaskRule):
     Before step i of N (i >= 1), the fraction ``r = start - (start - end) i / (N - 1)`` of the
     block's unfrozen positions is remasked. Tokens are ranked by their score ``(1 - m) w + m u``,
     called wrongness, with randomness m and a uniform random number u. Here w is the output of the
-    critic, or 1 minus the probability that the token had when it was drawn (`docs/readings.md`,
-    "Refinement").
+    critic, or 1 minus the probability that the token had when it was drawn.
     """
 
     about = "remasks the share of tokens with the highest wrongness"

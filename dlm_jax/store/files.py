@@ -298,11 +298,6 @@ def with_crc(line: bytes) -> bytes:
     return b'%s, "crc": "%08x"}' % (line[:-1], zlib.crc32(line))
 
 
-def has_crc(line: bytes) -> bool:
-    """Returns whether the line ends with a checksum, valid or not."""
-    return _ENDING.fullmatch(line[-_ENDING_BYTES:]) is not None
-
-
 def without_crc(line: bytes) -> bytes:
     """The line without its checksum.
 

@@ -132,11 +132,8 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
         return what, f"use jax {there}"
     here, there = configs.flat(meta["config"]), configs.flat(saved["config"])
     # A head may be trained on rows that were filled with the recommended settings.
-    heads = [head for head in HEADS if head.switch and here[f"model.{head.switch}"]]
+    heads = [head for head in HEADS if here[f"model.{head.switch}"]]
     trained = tuple(f"sample.{key}" for head in heads for key in head.sampling)
-    if here["rl.reward"]:
-        # The sampling settings define the policy.
-        trained = (*trained, *(key for key in here if key.startswith("sample.")))
     free = set(configs.keys(Trait.FREE)).difference(trained)
     differing = [key for key in there if key not in free and here.get(key) != there[key]]
     steps, most = here["train.steps"], there["train.steps"]

@@ -22,13 +22,9 @@ import jax
 import jax.monitoring
 
 from dlm_jax.store.files import (
-    Damaged,
-    has_crc,
     remove_leftovers,
     replacing,
     said,
-    with_crc,
-    without_crc,
     write_whole,
 )
 
@@ -44,7 +40,7 @@ PARTS = (
 
 
 class MetricsLog:
-    """Appends one JSON object per line with a checksum. Lines of steps after `step` are dropped
+    """Appends one JSON object per line. Lines of steps after `step` are dropped
     when the file is opened.
 
     A killed run may have logged steps that were not saved. A resumed run repeats these steps, so
@@ -87,27 +83,17 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     file.
 
     Raises:
-      ValueError: a line is not a record, or its checksum is wrong, because the file is damaged or
-        belongs to another program.
+      ValueError: a line is not a record, because the file belongs to another program.
     """
     try:
-        *lines, last = Path(path).read_bytes().split(b"\n")
+        # Each line is written together with its newline, so a last line without one is partial.
+        *lines, _ = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    # A complete last line without a newline is damaged, because each line is written together with
-    # its newline.
-    if any(has_crc(last[:end]) for end in (len(last), -1)):
-        lines.append(last)
-    is_ours, records = any(map(has_crc, lines)), []
+    records = []
     for number, line in enumerate(lines, 1):
         try:
-            if not is_ours:
-                raise ValueError
             records.append(_record(line))
-        except Damaged as error:
-            raise ValueError(
-                f"{path} line {number} is damaged: {error}; remove that line, or move the file away"
-            ) from None
         except (ValueError, RecursionError):
             raise ValueError(
                 f"{path} line {number} is not a record of metrics; move the file away"
@@ -126,11 +112,11 @@ def check_metrics(path: Path, identity: str) -> None:
 
 
 def _line(record: dict[str, Any]) -> str:
-    return with_crc(json.dumps(record).encode()).decode() + "\n"
+    return json.dumps(record) + "\n"
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    record = json.loads(without_crc(line))
+    record = json.loads(line)
     if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
         raise ValueError
     if not isinstance(record["kind"], str) or not isinstance(record["step"], int):
@@ -141,16 +127,12 @@ def _record(line: bytes) -> dict[str, Any]:
 def plot_losses(
     records: list[dict[str, Any]],
     path: str | os.PathLike[str],
-    *,
-    held_out: str = "bound",
-    unit: str = "nats per token",
 ) -> None:
-    """Plots the training loss and each of its parts over the steps as a PNG.
+    """Plots the training loss, each of its parts and the held-out bound over the steps as a PNG.
 
-    Nothing is plotted without training records. Requires matplotlib (extra ``plots``). `held_out`
-    is the evaluation metric to plot with the losses.
+    Nothing is plotted without training records. Requires matplotlib (extra ``plots``).
     """
-    curves = loss_curves(records, held_out)
+    curves = loss_curves(records)
     if not curves:
         return
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -165,14 +147,14 @@ def plot_losses(
             style = {"marker": "o", "markersize": 3}
             label = f"{label} (last {values[-1]:.3f})"
         axes.plot(steps, values, label=label, **style)
-    axes.set(xlabel="step", ylabel=unit)
+    axes.set(xlabel="step", ylabel="nats per token")
     axes.grid(alpha=0.3)
     axes.legend()
     with replacing(path) as file:
         figure.savefig(file, format="png")
 
 
-def plot_run(out_dir: Path, held_out: str, unit: str) -> None:
+def plot_run(out_dir: Path) -> None:
     """Plots the metrics of the run in a directory in its ``loss.png``; see `plot_losses`.
 
     Raises:
@@ -183,7 +165,7 @@ def plot_run(out_dir: Path, held_out: str, unit: str) -> None:
     except ModuleNotFoundError:
         raise ValueError("matplotlib is not installed; pip install 'dlm_jax[plots]'") from None
     records = read_records(out_dir / METRICS)
-    plot_losses(records, out_dir / PICTURE, held_out=held_out, unit=unit)
+    plot_losses(records, out_dir / PICTURE)
 
 
 CLOCK = frozenset(
@@ -212,11 +194,9 @@ def _is_loss(name: str) -> bool:
     return not is_other and not name.endswith(("_alpha", "_learning_rate"))
 
 
-def loss_curves(
-    records: list[dict[str, Any]], held_out: str
-) -> dict[str, tuple[list[int], list[float]]]:
+def loss_curves(records: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
     """The steps and values of each curve, keyed by label: the training loss, its parts, and the
-    held-out metric.
+    held-out bound.
     """
     curves: dict[str, tuple[list[int], list[float]]] = {}
 
@@ -233,7 +213,7 @@ def loss_curves(
         return {}
     for record in records:
         if record["kind"] == "evaluation":
-            add(f"held-out {held_out.replace('_', '-')}", record["step"], record[held_out])
+            add("held-out bound", record["step"], record["bound"])
     order = {"training loss": curves.pop("training loss")}
     return order | dict(sorted(curves.items()))
 
@@ -345,14 +325,14 @@ class Journal:
             for tracker in list(self._trackers):
                 self._guarded(tracker, lambda tracker=tracker: tracker.write(record))
 
-    def draw(self, held_out: str, unit: str) -> None:
+    def draw(self) -> None:
         """Plots the losses of the run so far; see `plot_run`.
 
         The whole metrics file is read, so this is not called during a run.
         """
         if self._is_on:
             with self._reporting(f"{PICTURE} cannot be drawn"):  # reports any exception
-                plot_run(self._out_dir, held_out, unit)
+                plot_run(self._out_dir)
 
     def close(self) -> None:
         if self._is_on:

@@ -301,26 +301,6 @@ def _muon(
     )
 
 
-def by_update(
-    config: Config, schedule: optax.Schedule | None, updates: int
-) -> tuple[Config, optax.Schedule | None]:
-    """Config and schedule in units of updates instead of steps of `updates` updates each.
-
-    ``train.steps`` of the result is the number of updates.
-    """
-    if updates == 1:
-        return config, schedule
-    # A run of one step may have any warm-up.
-    warmup = min(config.optim.warmup_steps, config.train.steps - 1) * updates
-    made = dataclasses.replace(
-        config,
-        optim=dataclasses.replace(config.optim, warmup_steps=warmup),
-        train=dataclasses.replace(config.train, steps=config.train.steps * updates),
-    )
-    scaled = None if schedule is None else lambda count: schedule(count // updates)
-    return made, scaled
-
-
 def make_grouped_optimizer(
     optim: OptimConfig,
     settings: HeadsConfig,

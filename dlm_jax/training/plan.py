@@ -1,7 +1,8 @@
-"""Plans a run without training: memory, FLOPs and time per training step on any devices."""
+"""Plans a run without training: mesh, sharding, memory and FLOPs of a step on any devices."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -15,11 +16,18 @@ from jax.sharding import Mesh
 from dlm_jax.config import Config, ModelConfig
 from dlm_jax.data import Setup, Tokenizer
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.costs import Cost, Torus, cost
-from dlm_jax.distributed.mesh import CHIPS, Chip
-from dlm_jax.distributed.partitions import PLACES, batch_sharding, fitting, named_leaves
+from dlm_jax.distributed.mesh import CHIPS, Chip, topology_devices
+from dlm_jax.distributed.partitions import (
+    PLACES,
+    batch_sharding,
+    fitting,
+    make_mesh,
+    named_leaves,
+)
 from dlm_jax.progress import waiting
-from dlm_jax.randomness import key_of
+from dlm_jax.randomness import check_settings, key_of
+from dlm_jax.training.checks import check_model_fits, check_parts
+from dlm_jax.training.run import load_resolved, mesh_config, state_bytes
 from dlm_jax.training.tasks import Task, make_task
 from dlm_jax.training.train_step import TrainState, abstract_batch, make_train_step
 from dlm_jax.types import Params
@@ -65,35 +73,58 @@ class Plan:
 
     Attributes:
       state: shapes and shardings of the training state.
-      chip: peak performance of the device; None if unknown.
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
-      at_best: estimated cost of a step if all operations except matrix products are memory-bound.
-      at_worst: estimated cost of a step from the compiler's cycle estimates.
       flops: model FLOPs per device and step.
+      counted_flops: FLOPs that the compiler counts in the program of a device. Each loop body
+        counts once.
       text: the program text from the compiler.
     """
 
     config: Config
     mesh: Mesh
     state: TrainState
-    chip: Chip | None
     memory: dict[str, int]
-    at_best: Cost
-    at_worst: Cost
     flops: float
+    counted_flops: float
     compile_seconds: float
     options: Mapping[str, str]
     text: str
 
     @property
+    def chip(self) -> Chip | None:
+        """Peak performance of the device; None if unknown."""
+        return CHIPS.get(self.mesh.devices.flat[0].device_kind)
+
+    @property
     def num_parameters(self) -> int:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
 
-    def utilisation(self, found: Cost) -> float:
-        """The estimated model FLOPs utilisation, as a fraction of the peak."""
-        if self.chip is None or not found.seconds:
-            return math.nan
-        return self.flops / (self.chip.flops * found.seconds)
+
+def dry_run(
+    config: Config, topology: str, report: Callable[[str], None] = lambda line: None
+) -> Plan:
+    """The plan for a run on the available devices, or on the devices of a topology.
+
+    If ``model.vocab_size`` is set, the corpus is not read.
+    """
+    check_settings()
+    devices = topology_devices(topology) if topology else None
+    tokenizer = None
+    if config.model.vocab_size == 0:
+        config, corpus = load_resolved(config, report=report)
+        tokenizer = corpus.tokenizer
+    elif config.model.has_start and config.model.start_id < 0:
+        model = dataclasses.replace(config.model, start_id=config.model.vocab_size - 1)
+        config = dataclasses.replace(config, model=model)
+    devices = jax.devices() if devices is None else devices
+
+    def num_bytes() -> float:
+        return state_bytes(planned_task(config, make_mesh(config.mesh, devices), tokenizer))
+
+    mesh = make_mesh(mesh_config(config, devices, num_bytes), devices)
+    check_parts(config, mesh)
+    check_model_fits(config, mesh)
+    return plan(config, mesh, tokenizer)
 
 
 def planned_task(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Task:
@@ -150,25 +181,24 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
         compiled = _compiled(lowered.compile)
     seconds = time.perf_counter() - start
     text, found = compiled.as_text() or "", compiled.memory_analysis()
-    size = sum(_share(leaf) for leaf in jax.tree.leaves(state))
-    chip = CHIPS.get(mesh.devices.flat[0].device_kind)
-    torus = torus_of(mesh)
+    size = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
     return Plan(
         config=config,
         mesh=mesh,
         state=state,
-        chip=chip,
         memory={
             "state": size,
             "batch": found.argument_size_in_bytes - size,
             "temporaries": found.temp_size_in_bytes,
         },
-        at_best=cost(text, torus, "roof"),
-        at_worst=cost(text, torus, "cycles"),
         flops=model_flops(
             state.params, config.model, num_rows=train.batch_size, num_positions=config.data.seq_len
         )
         / mesh.size,
+        counted_flops=(compiled.cost_analysis() or {}).get("flops", math.nan),
         compile_seconds=seconds,
         options=compiler.options("train", mesh, config.mesh.compiler_options),
         text=text,
@@ -189,24 +219,6 @@ def _compiled(compile_: Callable[[], Any]) -> Any:
         ) from None
 
 
-def _share(leaf: Any) -> int:
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-
-def torus_of(mesh: Mesh) -> Torus:
-    """The torus of the devices in `mesh`, with their coordinates. For unknown devices, only FLOPs
-    and bytes are counted.
-    """
-    chip = CHIPS.get(mesh.devices.flat[0].device_kind)
-    places = [tuple(getattr(device, "coords", (device.id,))) for device in mesh.devices.flat]
-    sizes = tuple(max(axis) + 1 for axis in zip(*places, strict=True))
-    return Torus(chip or _UNKNOWN, tuple(places), sizes)
-
-
-# Placeholder for an unknown chip, for which operations and bytes are counted, without times.
-_UNKNOWN = Chip("", 1e12, 1e9, 0.0, 1e12, 1e11, 0)
-
-
 def lines(found: Plan) -> list[str]:
     device = found.mesh.devices.flat[0]
     kind = f"{device.device_kind}{f' ({found.chip.name})' if found.chip else ''}"
@@ -215,31 +227,16 @@ def lines(found: Plan) -> list[str]:
     total = sum(memory.values())
     limit = f" of {found.chip.memory / gib:.2f}" if found.chip else ""
     options = " ".join(f"{name}={value}" for name, value in found.options.items())
-    moved = ", ".join(f"{kind} {size / gib:.2f}" for kind, size in found.at_best.moved.items())
     return [
         f"model        {found.num_parameters:,} parameters",
         f"mesh         {mesh} on {found.mesh.size} devices: {kind}",
         *_places(found),
         f"memory       {total / gib:.2f}{limit} GiB a device: "
         + ", ".join(f"{name} {size / gib:.2f}" for name, size in memory.items()),
-        f"work         {found.flops / 1e12:.2f} TFLOP per device and step; with recomputation "
-        f"{found.at_best.flops / 1e12:.2f}",
-        f"collectives  {moved or 'none'} GiB per device and step",
-        *_times(found),
+        f"work         {found.flops / 1e12:.4g} TFLOP per device and step; the compiler counts "
+        f"{found.counted_flops / 1e12:.4g}, each loop body once",
         f"compiler     {options or 'without options'}",
         f"compiled     in {found.compile_seconds:.1f} s; nothing was run or written",
-    ]
-
-
-def _times(found: Plan) -> list[str]:
-    if found.chip is None:
-        return ["step not estimated: the peak performance of this kind of device is unknown"]
-    tokens = found.config.train.batch_size * found.config.data.seq_len
-    return [
-        f"{name:<12} {one.seconds * 1e3:.1f} ms per step ({one.exposed * 1e3:.1f} waiting for "
-        f"collectives), {100 * found.utilisation(one):.1f}% of the peak, "
-        f"{tokens / one.seconds:,.0f} tokens/s"
-        for name, one in (("at best", found.at_best), ("at worst", found.at_worst))
     ]
 
 

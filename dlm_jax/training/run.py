@@ -35,6 +35,7 @@ from dlm_jax.data import (
     from_json,
     load_corpus,
     train_batches,
+    validation_windows,
 )
 from dlm_jax.data.corpus import MakeTokenizer
 from dlm_jax.diffusion.objectives import Batch
@@ -63,22 +64,20 @@ from dlm_jax.published import (
     saved_chat,
 )
 from dlm_jax.randomness import check_settings, fingerprint, key_of
-from dlm_jax.settings import UNSET, SettingError, require
+from dlm_jax.settings import SettingError, require
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoint_files import complete_steps, remove_from
 from dlm_jax.store.checkpoints import LocalCheckpoints
 from dlm_jax.store.files import (
-    NO_SOURCE,
     DirectoryLock,
     check_bucket,
     is_remote,
     located,
     own_source,
     program_facts,
-    source_digest,
     write_whole,
 )
-from dlm_jax.store.weights import path_of_model
+from dlm_jax.store.weights import path_of_model, save_weights
 from dlm_jax.training.checks import (
     CONFIG,
     check_begins_anew,
@@ -403,39 +402,32 @@ def mesh_config(
 
 
 def state_bytes(task: Task) -> int:
-    """The size in bytes of the training state of a task on all devices: parameters, optimiser,
-    moving average, teacher and behaviour copies.
+    """The size in bytes of the training state of a task on all devices: parameters, optimiser and
+    moving average.
     """
     leaves = jax.tree.leaves(task.abstract_state())
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-TEACHER = "objective.teacher"
-
-
 def begin_with(
     source: str,
-    state: TrainState,
+    fresh: Params,
     tokenizer: Tokenizer,
     *,
     model: ModelConfig,
     report: Callable[[str], None],
-    setting: str = "train.init_from",
     mask_like: str = "",
     ignore: Sequence[str] = (),
-) -> TrainState:
-    """The fresh `state` with the parameters of a trained model. Heads that are not in the model are
-    freshly initialised.
+) -> Params:
+    """The parameters of a trained model. Heads that are not in the model are freshly initialised.
 
     Args:
-      source: ``train.init_from``, a run or a weights file; if empty, the state is unchanged.
-      state: fresh training state.
+      source: ``train.init_from``, a run or a weights file; if empty, the result is `fresh`.
+      fresh: fresh parameters.
       tokenizer: tokenizer of the new run, which is that of the trained model, possibly with more
         characters.
       model: model config of the new run.
       report: called with one-line messages about fresh or omitted heads.
-      setting: setting with the path of the model. A teacher must have the tokenizer of the run and
-        must not be a published model.
       mask_like: ``train.mask_like``.
       ignore: ``train.ignore_config``.
 
@@ -444,15 +436,13 @@ def begin_with(
         affects training, or has a config that this version cannot read.
     """
     if not source:
-        return state
-    where, teaches = f"{setting}={source}", setting == TEACHER
+        return fresh
+    where = f"train.init_from={source}"
     if is_published(source):
-        if teaches:
-            raise ValueError(f"{where} is a published model; use a run or a weights file")
         adds_mask = _adds_mask(model)
-        return _begin_published(source, state, tokenizer, adds_mask, mask_like, ignore, report)
+        return _begin_published(source, fresh, tokenizer, adds_mask, mask_like, ignore, report)
     for name, value in (("mask_like", mask_like), ("ignore_config", ignore)):
-        if value and not teaches:
+        if value:
             raise SettingError(
                 f"train.{name}",
                 value,
@@ -463,31 +453,24 @@ def begin_with(
     if (broken := not_finite(params)) is not None:
         raise ValueError(f"{where}: its parameter {broken} is not finite; use another model")
     if meta["tokenizer"] != tokenizer.to_json():
-        if teaches:
-            raise ValueError(
-                f"{where} has a different vocabulary from the run; use a model with the vocabulary "
-                "of the run"
-            )
         places = places_of(from_json(meta["tokenizer"]), tokenizer)
         if places is None:
             raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
-        params = renumbered(params, state.params, places)
+        params = renumbered(params, fresh, places)
     _check_settings(where, configs.from_dict(meta["config"], where=where).model, model)
-    fresh = [name for name in state.params if name not in params]
-    ignored = [name for name in params if name not in state.params]
-    for name in (*fresh, *ignored):
+    lacking = [name for name in fresh if name not in params]
+    ignored = [name for name in params if name not in fresh]
+    for name in (*lacking, *ignored):
         if not name.endswith("_head") and name != GROUP:
             raise ValueError(
                 f"{where} is a different kind of model: only one of the two has {name}"
             )
-    if fresh:
-        report(f"{where} lacks {', '.join(fresh)}, which are freshly initialised")
+    if lacking:
+        report(f"{where} lacks {', '.join(lacking)}, which are freshly initialised")
     if ignored:
         report(f"{where} has {', '.join(ignored)}, which are ignored")
-    own = {name: tree for name, tree in state.params.items() if name not in fresh}
-    return state.begun_with(
-        state.params | _laid_out(where, own, {name: params[name] for name in own})
-    )
+    own = {name: tree for name, tree in fresh.items() if name not in lacking}
+    return fresh | _laid_out(where, own, {name: params[name] for name in own})
 
 
 def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None:
@@ -520,14 +503,14 @@ def _laid_out(where: str, own: Params, given: Params) -> Params:
 
 def _begin_published(
     source: str,
-    state: TrainState,
+    fresh: Params,
     tokenizer: Tokenizer,
     adds_mask: bool,
     mask_like: str,
     ignore: Sequence[str],
     report: Callable[[str], None],
-) -> TrainState:
-    own = {path: leaf.sharding for path, leaf in named_leaves(state.params)}
+) -> Params:
+    own = {path: leaf.sharding for path, leaf in named_leaves(fresh)}
     found = read_published(
         source,
         dtype="float32",
@@ -544,14 +527,16 @@ def _begin_published(
             f"train.init_from={source} has no MASK; MASK is added as id {tokenizer.mask_id}, whose "
             f"embedding is {begins}"
         )
-    fresh = [name for name in state.params if name not in given]
-    if "head" in fresh or set(given) - set(state.params):
+    lacking = [name for name in fresh if name not in given]
+    if "head" in lacking or set(given) - set(fresh):
         raise ValueError(
             f"train.init_from={source} has a different kind of head; remove model.tied_head"
         )
-    if fresh:
-        report(f"train.init_from={source} lacks {', '.join(fresh)}, which are freshly initialised")
-    return state.begun_with(state.params | given)
+    if lacking:
+        report(
+            f"train.init_from={source} lacks {', '.join(lacking)}, which are freshly initialised"
+        )
+    return fresh | given
 
 
 FOLDER = "best"
@@ -724,7 +709,7 @@ def prepare(
     setup, corpus = _setup_of(config, mesh, *parts, report=report)
     clock.charge("data")
     config = setup.config
-    task = make_task(setup, *parts, report)
+    task = make_task(setup, *parts)
     meta = {
         "run": "",
         "config": configs.to_dict(config),
@@ -736,7 +721,7 @@ def prepare(
     }
     if corpus.chat_template:
         meta["chat_template"] = corpus.chat_template
-    check_same_everywhere(_sources_of(config, [network, objective, *heads, optimizer, schedule]))
+    check_same_everywhere(_sources_of([network, objective, *heads, optimizer, schedule]))
     init_key, noise_key = jax.random.split(key_of(config.train.seed))
     out_dir, lock = Path(config.train.out_dir), DirectoryLock()
     with contextlib.ExitStack() as undo:
@@ -752,9 +737,7 @@ def prepare(
         state, saved = continued or (_begun(task, meta, init_key, report=report), {})
         jax.block_until_ready(state)
         clock.charge("restore")
-        if task.rollouts is not None:
-            task.rollouts.check(state.params)
-        elif config.train.accumulate > 1 and (objective is not None or heads):
+        if config.train.accumulate > 1 and (objective is not None or heads):
             _check_adds_up(setup, task, state)
         best = Best(config, meta, is_new=not saved, check=lock.check)
         checkpoints.when_closed.callback(best.close)
@@ -802,7 +785,7 @@ def _setup_of(
 class Problem:
     """The training of a config as pure functions, for a custom loop.
 
-    All heads are trained, and no files are written.
+    All heads are trained, and only `save` writes a file.
     """
 
     setup: Setup
@@ -816,6 +799,16 @@ class Problem:
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters of the model and its heads."""
         return self.network.init(key)
+
+    def start(self, key: jax.Array, report: Callable[[str], None] = lambda line: None) -> Params:
+        """The parameters with which a run starts: those of ``train.init_from`` with fresh heads, or
+        fresh ones.
+        """
+        return _initial_params(self.task, self.init(key), report)
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimiser of ``[optim]`` and ``[heads]`` for ``train.steps`` steps."""
+        return self.task.optimizer(self.task.stage(self.setup.config.train.steps))
 
     def loss(
         self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
@@ -853,6 +846,22 @@ class Problem:
         ):
             yield Batch(*(jnp.asarray(rows[name]) for name in ("tokens", "length", "given")))
 
+    def held_out(self) -> dict[str, np.ndarray]:
+        """The held-out rows of an evaluation: ``tokens`` int32 ``[N, L]``, ``length`` and ``given``
+        ``[N]``. N is a multiple of the batch size, and the last rows may be empty.
+        """
+        return held_out_rows(self.setup.config, self.corpus)
+
+    def save(self, params: Params, path: str | PathLike[str]) -> None:
+        """Writes a weights file, which `dlm_jax.load` and ``train.init_from`` accept."""
+        config, corpus = self.setup.config, self.corpus
+        meta = {
+            "config": configs.to_dict(config),
+            "tokenizer": corpus.tokenizer.to_json(),
+            "corpus": {"name": corpus.name, "sha256": corpus.sha256},
+        }
+        save_weights(path, params, meta)
+
     def _parts(
         self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike
     ) -> tuple[Callable[[Params], jax.Array], Params]:
@@ -869,6 +878,17 @@ class Problem:
         return compute, trained
 
 
+def held_out_rows(config: Config, corpus: Corpus) -> dict[str, np.ndarray]:
+    """The held-out rows of an evaluation, padded to whole batches."""
+    return validation_windows(
+        corpus.val_rows,
+        seq_len=config.data.seq_len,
+        pad_id=corpus.tokenizer.pad_id,
+        max_windows=config.train.eval_windows,
+        multiple_of=config.train.batch_size,
+    )
+
+
 def problem(
     config: Config | str | PathLike[str],
     *,
@@ -880,25 +900,9 @@ def problem(
     """The training of a config, for a custom loop. Arguments and errors are as for `train`."""
     if not isinstance(config, Config):
         config = configs.load(str(config))
-    if config.rl.reward:
-        raise SettingError(
-            "rl.reward",
-            config.rl.reward,
-            "requires samples, which a custom loop must generate itself",
-            "use dlm_jax.train, or remove it",
-        )
     mesh = _checked_mesh(config)
     setup, corpus = _setup_of(config, mesh, network, objective, heads, report=report)
-    task = make_task(setup, network, objective, heads)
-    if task.mixture.needs_teacher:
-        name = next(iter(config.objective.distilled), "")
-        raise SettingError(
-            f"objective.{name}_share" if name else "objective",
-            UNSET,
-            "requires a teacher, whose parameters a custom loop must keep itself",
-            "use dlm_jax.train",
-        )
-    return Problem(setup, corpus, task)
+    return Problem(setup, corpus, make_task(setup, network, objective, heads))
 
 
 def _local_of(
@@ -984,23 +988,23 @@ def _begun(
         "the training state",
         "use a smaller [model], or split it over more devices with mesh.fsdp",
     )
-    fresh, tokenizer = task.fresh_state(key), task.setup.tokenizer
-    state = begin_with(
+    state = task.fresh_state(key)
+    if not config.train.init_from:
+        return state
+    return state.begun_with(_initial_params(task, state.params, report))
+
+
+def _initial_params(task: Task, fresh: Params, report: Callable[[str], None]) -> Params:
+    """The parameters with which a run starts: those of ``train.init_from``, or fresh ones."""
+    config = task.setup.config
+    return begin_with(
         _init_path(config),
         fresh,
-        tokenizer,
+        task.setup.tokenizer,
         model=config.model,
         report=report,
         mask_like=config.train.mask_like,
         ignore=config.train.ignore_config,
-    )
-    if not config.objective.teacher:
-        return state
-    source = os.fspath(fetched(config.objective.teacher, TEACHER))
-    return state.taught_by(
-        begin_with(
-            source, fresh, tokenizer, model=config.model, report=lambda line: None, setting=TEACHER
-        )
     )
 
 
@@ -1095,13 +1099,9 @@ def _name(made: Any) -> str:
     return getattr(made, "name", None) or getattr(made, "__qualname__", type(made).__name__)
 
 
-def _sources_of(config: Config, parts: Sequence[Any]) -> dict[str, str]:
+def _sources_of(parts: Sequence[Any]) -> dict[str, str]:
     """The source code of the custom parts of a run, which all processes must share."""
-    found = {f"source code of {_name(part)}": own_source(part) for part in parts if part}
-    if reward := config.rl.reward:
-        module = sys.modules[reward.partition(":")[0]]
-        found[f"source code of rl.reward={reward}"] = source_digest(module) or NO_SOURCE
-    return found
+    return {f"source code of {_name(part)}": own_source(part) for part in parts if part}
 
 
 def _names_of(network: Any, objective: Any, heads: Sequence[Any]) -> dict[str, Any]:

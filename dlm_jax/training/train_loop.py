@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -18,7 +17,6 @@ from statistics import median
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -26,7 +24,7 @@ from tqdm import tqdm
 
 import dlm_jax.config as configs
 from dlm_jax.config import Config, Trait
-from dlm_jax.data import train_batches, validation_windows
+from dlm_jax.data import train_batches
 from dlm_jax.diffusion.likelihood import num_scored
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.mesh import CHIPS, require_working_room
@@ -39,13 +37,14 @@ from dlm_jax.store.checkpoint_files import remove_from
 from dlm_jax.training.metrics import STEPS, Journal
 from dlm_jax.training.optimisers import parameter_groups
 from dlm_jax.training.plan import model_flops
-from dlm_jax.training.run import Run, prepare
+from dlm_jax.training.run import Run, held_out_rows, prepare
 from dlm_jax.training.tasks import (
     MakeHead,
     MakeNetwork,
     MakeObjective,
     MakeOptimizer,
-    figure_of,
+    bound_line,
+    bound_of,
 )
 from dlm_jax.training.train_step import (
     Metrics,
@@ -80,7 +79,7 @@ class Outcome:
     `signal_number`; the state was saved, and the same command resumes the run) or ``non_finite`` (a
     loss, gradient or parameter was NaN or infinite; nothing was saved after the last good
     checkpoint). ``bound`` is the result of the last evaluation in nats per token, or None without
-    an evaluation and for a sequence scorer.
+    an evaluation.
     """
 
     reason: Literal["finished", "interrupted", "non_finite"]
@@ -313,15 +312,14 @@ class _Loop:
             batch_size=self._train.batch_size,
             compiler_options=config.mesh.compiler_options,
         )
-        if run.task.rollouts is None:
-            self._clock.charge("other")
-            self._compile_train_step(abstract_batch(config, self._rows))
-            self._clock.charge("compile")
+        self._clock.charge("other")
+        self._compile_train_step()
+        self._clock.charge("compile")
         self._meter = Meter(run, self._shares)
         self._batches = train_batches(
             run.corpus.train_rows,
             seq_len=config.data.seq_len,
-            batch_size=run.task.rows,
+            batch_size=self._train.batch_size,
             seed=self._train.seed,
             process_index=self._share,
             process_count=self._shares,
@@ -333,8 +331,6 @@ class _Loop:
         )
         self._profile = Profile(profile, run.out_dir / "profile")
         self._idle = 0.0
-        self._sampler = futures.ThreadPoolExecutor(1) if config.rl.asynchronous else None
-        self._sampling: futures.Future[Any] | None = None
         self._is_rate_told = False
         self._bar = Progress(
             "train",
@@ -351,8 +347,8 @@ class _Loop:
         self._clock.charge("other")
         self._first, self._since = self.step, time.perf_counter()
 
-    def _compile_train_step(self, batch: Any) -> None:
-        """Compiles the training step for the stage of the next step and batches of this shape."""
+    def _compile_train_step(self) -> None:
+        """Compiles the training step for the stage of the next step."""
         run = self._run
         self._stage = run.task.stage(self.step)
         step = make_train_step(
@@ -363,12 +359,12 @@ class _Loop:
             batch_size=self._train.batch_size,
             accumulate=self._train.accumulate,
             ema_decay=run.config.optim.ema_decay,
-            updates=run.task.updates,
             compiler_options=run.config.mesh.compiler_options,
         )
         start = time.perf_counter()
         # The step is compiled ahead of time, so that the training rate excludes compilation.
         with waiting("compiling the training step", is_shown=jax.process_index() == 0):
+            batch = abstract_batch(run.config, self._rows)
             self._train_step = step.lower(self.state, batch, run.noise_key).compile()
         require_working_room(
             self._train_step,
@@ -383,24 +379,24 @@ class _Loop:
         self._bar.close()
         self._profile.stop()
         self._journal.close()
-        if self._sampler is not None:
-            self._sampler.shutdown(cancel_futures=True)
         self._batches.close()
 
     def draw(self) -> None:
         """Plots the losses of the run in ``loss.png``."""
-        self._journal.draw(*figure_of(self._run.config))
+        self._journal.draw()
 
     def take_step(self) -> None:
         """Dispatches one step, and waits only if too many steps are in flight."""
         self._profile.before(self.step + 1)
-        batch, figures = self._next_batch()
+        with self._meter.waiting_for("input"):
+            local = next(self._batches)
+        batch = Batch(*(self._place(local[name]) for name in ("tokens", "length", "given")))
         if self._run.task.stage(self.step) != self._stage:
             with self._off_the_clock("compile"):
-                self._compile_train_step(batch)
+                self._compile_train_step()
         self.state, metrics = self._train_step(self.state, batch, self._run.noise_key)
         self.step += 1
-        self._ahead.append(metrics | figures)
+        self._ahead.append(metrics)
         if len(self._ahead) > _MAX_AHEAD:
             with self._meter.waiting_for("device"):
                 jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
@@ -410,32 +406,6 @@ class _Loop:
             self._settle()
             self._clock.charge(STEPS)
             say(self._clock.first_step())
-
-    def _next_batch(self) -> tuple[Any, dict[str, Any]]:
-        """The batch of the next step (rows of the corpus, or samples) and its metrics."""
-        task = self._run.task
-        if task.rollouts is None:
-            local = self._next_rows()
-            columns = (self._place(local[name]) for name in ("tokens", "length", "given"))
-            return Batch(*columns), {}
-        if self._sampling is None:
-            rollout, figures = task.rollouts.make(
-                self.state.behaviour, self.step, self._next_rows()
-            )
-        else:
-            rollout, figures = self._sampling.result()
-            self._sampling = None
-        if self._sampler is not None and self.step + 1 < self._train.steps:
-            # The training step donates the current parameters.
-            params = jax.tree.map(jnp.copy, self.state.params)
-            self._sampling = self._sampler.submit(
-                task.rollouts.make, params, self.step + 1, self._next_rows()
-            )
-        return jax.tree.map(lambda column: self._place(np.asarray(column)), rollout), figures
-
-    def _next_rows(self) -> dict[str, np.ndarray]:
-        with self._meter.waiting_for("input"):
-            return next(self._batches)
 
     def do_what_is_due(self, *, is_last: bool, show_sample: ShowSample | None) -> None:
 
@@ -475,9 +445,7 @@ class _Loop:
         if not self._is_rate_told:
             self._is_rate_told = True
             say(self._meter.rates(clock))
-        # The loss of policy optimisation is near 0 at every step.
-        shown = "loss" if self._run.task.rollouts is None else "reward"
-        note = f"{shown} {means[shown]:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
+        note = f"loss {means['loss']:.3f}, {clock['tokens_per_second']:,.0f} tokens/s"
         self._bar.update(0, note=note)
 
     def _record(self, kind: str, figures: dict[str, Any]) -> None:
@@ -507,27 +475,22 @@ class _Loop:
         """Records an evaluation on held-out text. All evaluations use the same windows and
         noise.
         """
-        task = self._run.task
         with self._off_the_clock("evaluation"):
             params, part = self.state.best_params, (self._share, self._shares)
-            if task.rollouts is None:
-                figures = task.summarize(
-                    *held_out(self._run, self._eval_step, params, part=part, place=self._place)
-                )
-            else:
-                figures = task.rollouts.measured(params, _windows_of(self._run))
-            self.bound = figures.get("bound")
+            figures = bound_of(
+                *held_out(self._run, self._eval_step, params, part=part, place=self._place)
+            )
+            self.bound = figures["bound"]
             self._record("evaluation", figures)
-            is_best = self._keep_best(figures[task.figure])
+            is_best = self._keep_best(self.bound)
         best = ", the best so far" if is_best else ""
-        say(f"step {self.step}: held-out {task.line(figures)}{best}")
+        say(f"step {self.step}: held-out {bound_line(figures)}{best}")
 
     def _keep_best(self, figure: float) -> bool:
         """Saves the model if this evaluation is the best so far, and returns whether it is."""
         # Only one save runs at a time, because processes synchronise within a save.
         self._run.checkpoints.wait()
         meta = self._run.meta | {"step": self.step, "bound": self.bound}
-        figure = -figure if self._run.task.is_gain else figure
         return self._run.best.offer(self.step, figure, self.state.best_params, meta)
 
     def checkpoint(self) -> None:
@@ -561,17 +524,6 @@ class _Loop:
         self._idle += spent
 
 
-def _windows_of(run: Run) -> dict[str, np.ndarray]:
-    """The held-out rows of an evaluation, padded to whole batches."""
-    return validation_windows(
-        run.corpus.val_rows,
-        seq_len=run.config.data.seq_len,
-        pad_id=run.corpus.tokenizer.pad_id,
-        max_windows=run.config.train.eval_windows,
-        multiple_of=run.config.train.batch_size,
-    )
-
-
 def held_out(
     run: Run,
     eval_step: Callable[..., Any],
@@ -579,14 +531,14 @@ def held_out(
     *,
     part: tuple[int, int],
     place: Callable[[np.ndarray], jax.Array],
-) -> tuple[Any, np.ndarray]:
-    """The result of `Task.measure` for each window, and the number of free tokens in each window.
+) -> tuple[np.ndarray, np.ndarray]:
+    """The bound of each window in nats, and the number of free tokens in each window.
 
     `eval_step` is the compiled `Task.measure`. `part` is the index of this process's part of the
     batch, and the number of parts. `place` creates the global array from the rows of this process.
     """
     batch_size, (share, shares) = run.config.train.batch_size, part
-    windows = _windows_of(run)
+    windows = held_out_rows(run.config, run.corpus)
     mine = batch_size // shares
     parts = []
     for first in range(0, len(windows["length"]), batch_size):
@@ -738,7 +690,7 @@ class Meter:
     def __init__(self, run: Run, shares: int = 1):
         config, devices = run.config, list(run.mesh.devices.flat)
         self._tokens = config.train.batch_size * config.data.seq_len
-        self._own_tokens = run.task.rows * config.data.seq_len / shares
+        self._own_tokens = self._tokens / shares
         self._reads = collections.deque[float](maxlen=_READS)
         self._flops = model_flops(
             run.state.params,

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax import devices
 from dlm_jax.config import Config
 from dlm_jax.diffusion.losses import Loss, hidden_of
-from dlm_jax.diffusion.objectives import Batch, MixedExample, Mixture, NetworkObjective
+from dlm_jax.diffusion.objectives import Batch, MixedExample, Mixture
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import ROWS, batch_sharding, shardings
 from dlm_jax.heads import MAIN, Head, HeadInputs, Stage
@@ -50,13 +50,6 @@ def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
     """
     group = next((head.group for head in heads if head.name == name), MAIN)
     return KEPT if adapts and group == MAIN and name != GROUP else group
-
-
-def teacher_of(params: Params, reference: Params | None) -> Params:
-    """All parameters of the teacher, taken from `reference` if present and otherwise from
-    `params`.
-    """
-    return jax.lax.stop_gradient(params) | (reference or {})
 
 
 NoisedBatch = tuple[MixedExample, dict[str, Any]]
@@ -102,18 +95,6 @@ class StageLoss:
         }
         return example, noise
 
-    def anchored(self, drawn: NoisedBatch, params: Params, reference: Params | None) -> NoisedBatch:
-        """The batch with the results of `anchor` for the parameters before a step and the
-        reference.
-        """
-        example, of_heads = drawn
-        noise = example.noise
-        for name, objective in self.mixture.objectives.items():
-            if isinstance(objective, NetworkObjective) and objective.anchor is not None:
-                kept = teacher_of(params, reference)
-                noise = noise | {name: objective.anchor(self.network, params, kept, noise[name])}
-        return example._replace(noise=noise), of_heads
-
     def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
         if head.joins_main:
             # The key indices of heads follow those of the objectives.
@@ -123,13 +104,12 @@ class StageLoss:
         return jax.random.fold_in(salted, head.stream)
 
     def __call__(
-        self, params: Params, drawn: NoisedBatch, step: jax.Array, reference: Params | None = None
+        self, params: Params, drawn: NoisedBatch, step: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The total loss, and the loss and the figures of each objective and head, for a batch or a
         part of it.
 
         The unit of the loss is nats per token if the objectives and heads use this unit.
-        `reference` is as in `anchored`; objectives with a teacher read it.
         """
         example, noise = drawn
         hidden_BLD = self._hidden(params, example)
@@ -144,7 +124,6 @@ class StageLoss:
                 example,
                 reads,
                 mask_id=self.mask_id,
-                teacher=teacher_of(params, reference) if self.mixture.needs_teacher else None,
             )
             figures = [(name, loss.figures) for name, loss in found.items()]
             means = {name: _mean(loss, name) for name, loss in found.items()}
@@ -223,79 +202,16 @@ class TrainState(NamedTuple):
         """The parameters for evaluation and sampling: their moving average if there is one."""
         return self.params if self.ema is None else self.ema
 
-    @property
-    def reference(self) -> Params | None:
-        """The initial values of the trained parameters, or the parameters of a teacher, if a loss
-        requires them.
-        """
-        return self.opt_state.reference or None if isinstance(self.opt_state, Kept) else None
-
-    @property
-    def behaviour(self) -> Params:
-        """The parameters that generate the samples of the next step: those before the last step if
-        sampling is asynchronous, otherwise the current parameters.
-        """
-        previous = self.opt_state.previous if isinstance(self.opt_state, Kept) else {}
-        return self.params | previous
-
     def begun_with(self, params: Params) -> TrainState:
-        """The initial state with the given parameters, which also replace all copies."""
+        """The initial state with the given parameters, which also replace their average."""
         ema = None if self.ema is None else jax.tree.map(jnp.copy, params)
-        opt_state = self.opt_state
-        if isinstance(opt_state, Kept):
-            copies = [
-                {name: jax.tree.map(jnp.copy, params[name]) for name in kept}
-                for kept in (opt_state.reference, opt_state.previous)
-            ]
-            opt_state = Kept(opt_state.inner, *copies)
-        return self._replace(params=params, opt_state=opt_state, ema=ema)
-
-    def taught_by(self, other: TrainState) -> TrainState:
-        """The initial state with the reference of another state."""
-        return self._replace(opt_state=self.opt_state._replace(reference=other.reference))
-
-
-class Kept(NamedTuple):
-    """The state of an optimiser, and copies of parameters by top-level name.
-
-    ``reference`` has their initial values, and ``previous`` their values before the last step.
-    Both are empty if nothing reads them.
-    """
-
-    inner: Any
-    reference: Params
-    previous: Params
-
-
-def keeping(
-    optimizer: optax.GradientTransformation,
-    *,
-    reference: Callable[[Params], Params] | None = None,
-    previous: Callable[[Params], Params] | None = None,
-) -> optax.GradientTransformation:
-    """Returns `optimizer` with a state that also contains copies of the selected parameters.
-
-    `make_train_step` updates the previous values.
-    """
-
-    def init(params: Params) -> Kept:
-        copies = [
-            {} if select is None else jax.tree.map(jnp.copy, select(params))
-            for select in (reference, previous)
-        ]
-        return Kept(optimizer.init(params), *copies)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, inner = optimizer.update(updates, state.inner, params)
-        return updates, state._replace(inner=inner)
-
-    return optax.GradientTransformation(init, update)
+        return self._replace(params=params, ema=ema)
 
 
 Metrics = dict[str, jax.Array]
 """Metrics of one step by name, float32 scalars.
 
-``loss`` is the minimised loss in nats per token (or per row for a sequence scorer).
+``loss`` is the minimised loss in nats per token.
 `StageLoss.metrics` adds the parts of the loss. ``grad_norm`` is the Euclidean norm of the gradient
 before clipping, and ``grad_norm_NAME`` is the norm of the gradient of the parameters under a
 top-level name, such as ``blocks``. ``param_norm`` is the norm of the updated parameters, and
@@ -357,7 +273,6 @@ def make_train_step(
     batch_size: int,
     accumulate: int = 1,
     ema_decay: float = 0.0,
-    updates: int = 1,
     compiler_options: Sequence[str] = (),
 ) -> jax.stages.Wrapped:
     """The compiled training step of a stage, ``(state, batch, key) -> (state, metrics)``. `state`
@@ -371,46 +286,34 @@ def make_train_step(
     batch.
 
     `state` is a state, or its shapes. The global batch has `batch_size` rows, in `accumulate`
-    microbatches, which run sequentially. `updates` is the number of parameter updates per batch,
-    each with fresh noise. An `ema_decay` of 0 disables the parameter average.
+    microbatches, which run sequentially. An `ema_decay` of 0 disables the parameter average.
     """
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         with devices.used(mesh):
-            if updates == 1:
-                new, metrics = update(state, state.behaviour, batch, key)
-            else:
-                new, metrics = _several(update, updates, state, batch, key)
-            if isinstance(new.opt_state, Kept):
-                previous = {name: state.params[name] for name in new.opt_state.previous}
-                new = new._replace(opt_state=new.opt_state._replace(previous=previous))
-            return new, metrics
+            whole = step_loss.draw(batch, key, state.step)
+            trained, held = step_loss.split(state.params)
 
-    def update(
-        state: TrainState, before: Params, batch: Batch, key: jax.Array
-    ) -> tuple[TrainState, Metrics]:
-        whole = step_loss.draw(batch, key, state.step)
-        whole = step_loss.anchored(whole, before, state.reference)
-        trained, held = step_loss.split(state.params)
+            def part_loss(trained: Params, part: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+                return step_loss(held | trained, part, state.step)
 
-        def part_loss(trained: Params, part: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return step_loss(held | trained, part, state.step, state.reference)
-
-        (loss, means), grads = _add_up(
-            jax.value_and_grad(part_loss, has_aux=True), trained, whole, accumulate
-        )
-        grads = jax.tree.map(jnp.zeros_like, held) | grads
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
-            "param_norm": optax.tree.norm(params),
-        }
-        metrics |= {f"grad_norm_{name}": optax.tree.norm(grads[name]) for name in sorted(trained)}
-        metrics |= step_loss.metrics(means, state.step)
-        ema = _averaged(state, params, ema_decay)
-        return TrainState(params, opt_state, state.step + 1, ema), metrics
+            (loss, means), grads = _add_up(
+                jax.value_and_grad(part_loss, has_aux=True), trained, whole, accumulate
+            )
+            grads = jax.tree.map(jnp.zeros_like, held) | grads
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            metrics = {
+                "loss": loss,
+                "grad_norm": optax.tree.norm(grads),
+                "param_norm": optax.tree.norm(params),
+            }
+            metrics |= {
+                f"grad_norm_{name}": optax.tree.norm(grads[name]) for name in sorted(trained)
+            }
+            metrics |= step_loss.metrics(means, state.step)
+            ema = _averaged(state, params, ema_decay)
+            return TrainState(params, opt_state, state.step + 1, ema), metrics
 
     state_sharding = shardings(state, mesh)
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
@@ -421,23 +324,6 @@ def make_train_step(
         out_shardings=(state_sharding, everywhere),
         compiler_options=compiler.options("train", mesh, compiler_options),
     )
-
-
-def _several(
-    update: Callable[..., tuple[TrainState, Metrics]],
-    updates: int,
-    state: TrainState,
-    batch: Batch,
-    key: jax.Array,
-) -> tuple[TrainState, Metrics]:
-    """Takes one step of several updates with the same batch. Metrics are means over the updates."""
-
-    def once(now: TrainState, number: jax.Array) -> tuple[TrainState, Metrics]:
-        new, metrics = update(now, state.behaviour, batch, jax.random.fold_in(key, number))
-        return new._replace(step=state.step), metrics
-
-    last, metrics = jax.lax.scan(once, state, jnp.arange(updates))
-    return last._replace(step=state.step + 1), jax.tree.map(jnp.mean, metrics)
 
 
 def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: int) -> Any:
@@ -492,7 +378,7 @@ def check_adds_up(
         with devices.used(mesh):
             batch = Batch(*map(jnp.asarray, (tokens_BL, length_B, np.zeros_like(length_B))))
             batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows), batch)
-            whole = step_loss.anchored(step_loss.draw(batch, key_of(0), step), params, None)
+            whole = step_loss.draw(batch, key_of(0), step)
             return [_add_up(with_sizes, params, whole, n) for n in (1, 2)]
 
     options = compiler.options("sample", mesh)

@@ -29,7 +29,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert "place        blocks/mlp/up/kernel [2, 16, 64]: 16 over fsdp" in out
     assert "place        activation hidden [8, 16, 16]: 8 over data x fsdp" in out
     assert "GiB a device: state" in out
-    assert "not estimated" in out
+    assert "TFLOP per device and step; the compiler counts" in out
     assert "compiler     xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_REDUCE" in out
     assert not (tmp_path / "run").exists()
 

@@ -25,7 +25,6 @@ class _Started(Exception):
         (train.main, ["--config", "no_config_here.toml"]),
         (train.main, ["--config", "no_config_here.toml", "--print-config"]),
         (train.main, ["--resume", "no_run_here", "--dry-run"]),
-        (train.main, ["--resume", "no_run_here", "--sweep", "train.seed=0,1"]),
         (train.main, ["--plot", "no_run_here"]),
         (sample.main, ["--checkpoint", "no_run_here"]),
         (sample.main, ["--rules", "no_module_here"]),

@@ -68,18 +68,11 @@ BEGUN = {"train.init_from": "runs/other"}
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (SAMPLER | {"model.mode": "sequence_scorer"},
-         "model.add_sampler_head=True requires model.mode='language_model', not "
-         "'sequence_scorer'; change one of them"),
-        (CRITIC | {"model.mode": "sequence_scorer"},
-         "model.add_critic_head=True requires model.mode='language_model'"),
         (SAMPLER | {"model.attention_type": "causal", "sample.order": "left_to_right"},
          "model.add_sampler_head=True requires model.attention_type='bidirectional' or "
          "'block_causal', not 'causal'; change one of them"),
         (CRITIC | {"model.attention_type": "causal", "sample.order": "left_to_right"},
          "model.add_critic_head=True requires model.attention_type='bidirectional'"),
-        ({"model.mode": "sequence_scorer", "model.attention_type": "causal"},
-         "model.mode='sequence_scorer' requires model.attention_type='bidirectional'"),
         (SAMPLER | {"model.sampler_context": "0"}, "model.sampler_context=0 is outside [1, 64]"),
         (SAMPLER | {"model.sampler_width": "-1"}, "model.sampler_width=-1 is outside [0, 1048576]"),
         ({"heads.sampler_reveal": "-0.1"}, "heads.sampler_reveal=-0.1 is outside [0, 1]; use 0.7"),
@@ -116,7 +109,7 @@ def test_heads_at_the_ends_of_their_ranges_are_accepted(flags):
 
 
 def test_the_defaults_have_no_heads_and_train_what_there_is_from_the_start():
-    """The defaults of docs/readings.md, "Readings: sampler head"."""
+    """The defaults of the rules in docs/."""
     model, heads = Config().model, Config().heads
     assert not model.add_sampler_head and not model.add_critic_head
     assert (heads.start_sampler_iteration, heads.start_critic_iteration) == (0, 0)
@@ -244,3 +237,19 @@ def test_every_number_of_a_run_is_bounded_before_anything_is_made_of_it(key, kin
             configs.load(None, {key: text})
         assert key in str(error.value), text
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("toml", "advice"),
+    [
+        ('[rl]\nreward = "a:b"', "policy optimisation is in dlm_jax.contrib.rl"),
+        ('[model]\nmode = "sequence_scorer"', "every model is a language model"),
+        ("[objective]\nsdtt_share = 0.5", "python -m dlm_jax.contrib.distillation"),
+        ('[objective]\nteacher = "x"', "python -m dlm_jax.contrib.distillation"),
+    ],
+)
+def test_a_key_that_left_the_config_says_what_replaces_it(tmp_path, toml, advice):
+    path = tmp_path / "old.toml"
+    path.write_text(toml)
+    with pytest.raises(ValueError, match=advice):
+        configs.load(path)

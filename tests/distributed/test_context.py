@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.config import Config, DataConfig, MeshConfig, SamplingParams
-from dlm_jax.distributed.costs import KINDS, parse
+from dlm_jax.contrib.pod_costs import KINDS, parse
 from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.model import context
 from dlm_jax.model.attention import attend_beside_clean

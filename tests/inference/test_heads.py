@@ -206,12 +206,6 @@ def test_bad_settings_of_the_heads_are_refused_in_one_line(settings, said):
     assert said in _refused(MODEL, **settings)
 
 
-def test_a_scorer_writes_nothing_and_says_so():
-    scorer = build(toy.config(vocab_size=TOKENIZER.vocab_size, mode="sequence_scorer"))
-    model = dataclasses.replace(MODEL, network=scorer, params=toy.random_params(scorer))
-    assert "sequence scorer" in _refused(model)
-
-
 WAVES = dataclasses.replace(
     MODEL, sample=dataclasses.replace(SAMPLE, fill="wavefront", schedule="all", steps=2)
 )

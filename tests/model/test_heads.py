@@ -46,7 +46,7 @@ def _inputs(reach: int):
 
 
 def _numpy_sampler_logits(config, params, left_CD, hidden_D, right_CD):
-    """Logits ``[V]`` of one position in float64: docs/readings.md, "Readings: sampler head"."""
+    """Logits ``[V]`` of one position in float64: the rules in docs/."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     head = p["sampler_head"]
 
@@ -152,20 +152,3 @@ def test_heads_change_nothing_of_what_the_model_itself_says(variant):
         np.testing.assert_array_equal(one, other)
     assert plain.heads == {} and list(network.heads) == ["sampler", "critic"]
     assert network.heads["sampler"].context == config.sampler_context
-
-
-def test_a_scorer_reads_the_mean_of_the_live_positions_alone():
-    network = build(toy.config(mode="sequence_scorer"))
-    params = _params(network)
-    rng = np.random.default_rng(0)
-    hidden_BLD = rng.standard_normal((3, 6, WIDTH)).astype(np.float32)
-    # What the trunk returns beyond the length is undefined.
-    hidden_BLD[1, 4:] = 1e6
-    length_B = np.array([6, 4, 0])
-    logit_B = network.heads["scorer"](params, jnp.asarray(hidden_BLD), jnp.asarray(length_B))
-    head = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["scorer_head"])
-    for row, length in enumerate(length_B):
-        mean_D = hidden_BLD[row, :length].sum(0) / max(length, 1)
-        x = mean_D @ head["inner"]["kernel"] + head["inner"]["bias"]
-        x = x / (1 + np.exp(-x)) @ head["out"]["kernel"] + head["out"]["bias"]
-        np.testing.assert_allclose(logit_B[row], x[0], rtol=1e-4, atol=1e-5)

@@ -1,6 +1,6 @@
 """The whole sampling chain of one position, as a plain walk over named stages.
 
-Order and exceptions are those of docs/readings.md: bans and bias, penalties, DRY, temperature,
+Order and exceptions are those of the rules in docs/: bans and bias, penalties, DRY, temperature,
 top-n-sigma, top-k, typical-p, top-p, min-p, XTC, mirostat. Parameters are a dict with the keys of
 `NEUTRAL`; a missing key is neutral, an unknown one an error.
 """

@@ -1,6 +1,6 @@
 """Plain-Python reference of the diffusion generation loop for one row at temperature 0.
 
-Written from docs/readings.md: quotas, blocks, commit orders and a whole denoising loop. Nothing
+Written from the rules in docs/: quotas, blocks, commit orders and a whole denoising loop. Nothing
 here is vectorised, and nothing is shared with the library.
 """
 

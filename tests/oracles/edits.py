@@ -1,6 +1,6 @@
 """Plain-Python reference of the structural edits of one row: what is inserted and deleted, and how.
 
-Written from docs/readings.md, "Readings: variable-length edits" and "Small print", in float64.
+Written from the rules in docs/, in float64.
 A row is the list of its live cells; an edit is `list.insert` or `del`, one at a time. Gap g lies
 between positions g and g+1 and is called g+1 here, where its token goes. A hole is an unfrozen
 cell that holds MASK.

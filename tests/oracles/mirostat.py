@@ -1,6 +1,6 @@
 """Slow float64 references of mirostat v1 and v2, whose one state is `mu` per row, in bits.
 
-Written from Basu et al. 2021 and docs/readings.md; truncations return new logits like `samplers`.
+Written from Basu et al. 2021 and the rules in docs/; truncations return new logits like `samplers`.
 """
 
 from __future__ import annotations

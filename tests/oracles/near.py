@@ -1,6 +1,6 @@
 """Which keep-or-remove decisions of a sampler are too close to call in float32.
 
-Tolerances are those of docs/readings.md: 1e-6 of probability mass, a relative 1e-5 elsewhere. With
+Tolerances: 1e-6 of probability mass, a relative 1e-5 elsewhere. With
 `is_exact=True` (the default) both sides are taken to have started from the same logits, so that the
 order of tokens is certain, ties go to lower ids, and only computed thresholds are in doubt. With
 `is_exact=False` the logits themselves may be off by a relative 1e-5, as in the middle of a chain.

@@ -1,6 +1,6 @@
 """Plain-Python reference of the remask rules for one row: which tokens become holes again.
 
-Written from Wang et al. 2025 (ReMDM) and docs/readings.md (scheduled ratio), in float64.
+Written from Wang et al. 2025 (ReMDM) and the rules in docs/ (scheduled ratio), in float64.
 Tokens that may be remasked are committed, live and unfrozen. Nothing is vectorised, and nothing is
 shared with the library.
 """
@@ -38,7 +38,7 @@ def remdm_confidence(
 ) -> dict[int, float]:
     """Remask probability of each committed token: `softmax(-confidence) * sigma_max`.
 
-    The softmax runs over the tokens that may be remasked (docs/readings.md, "Small print").
+    The softmax runs over the tokens that may be remasked.
     Confidence is the probability that each had when it was committed.
     """
     members = [i for i in range(len(may_remask)) if may_remask[i]]

@@ -1,6 +1,6 @@
 """Plain-Python reference of the commit rules for one row: how many holes a step fills, and which.
 
-Written from the formulas of the papers and of docs/readings.md, in float64. The last
+Written from the formulas of the papers, in float64. The last
 step of a row commits every hole under every rule; that belongs to the loop and is not repeated
 here. Nothing is vectorised, and nothing is shared with the library.
 """
@@ -30,7 +30,7 @@ class Measures(NamedTuple):
 
 
 def measures(clean_logits_V: Sequence[float] | np.ndarray, token: int) -> Measures:
-    """All measures of one position (docs/readings.md: orders; Dream: entropy, topk_margin)."""
+    """All measures of one position (the rules in docs/: orders; Dream: entropy, topk_margin)."""
     p = softmax(np.asarray(clean_logits_V, np.float64))
     ranked = sorted(p.tolist(), reverse=True)
     return Measures(

@@ -1,6 +1,6 @@
 """Slow NumPy float64 references for the stateless samplers of one position.
 
-Everything is written from the formulas (those of llama.cpp, and docs/readings.md) and shares no
+Everything is written from the formulas (those of llama.cpp, and the rules in docs/) and shares no
 code with the library. `x` is a 1-D array of V logits; -inf marks a token that is already removed.
 Every function returns new logits, with what it removes at -inf, and leaves its argument alone.
 Removed tokens are no candidates: no truncation counts them towards its minimum, none brings them

@@ -1,6 +1,6 @@
 """Plain-Python reference of the wavefront fill of one row.
 
-Written from docs/readings.md, "Readings: sampler head": the waves are played one after
+Written from the rules in docs/: the waves are played one after
 the other on a canvas, as the document's loop does, and no distance is ever computed. Float64, one
 position at a time; nothing is shared with the library. The networks are functions of one position.
 """

@@ -47,6 +47,11 @@ def _fresh(**changes: Any) -> TrainState:
     return jax.device_put(state, shardings(state, mesh))
 
 
+def _begun(source: str, fresh: TrainState, tokenizer: Any, **given: Any) -> TrainState:
+    """The state of a run that begins with a model."""
+    return fresh.begun_with(begin_with(source, fresh.params, tokenizer, **given))
+
+
 def _trained(path: Path, **changes: Any) -> str:
     """A weights file of another model."""
     meta = {
@@ -63,7 +68,7 @@ def _trained(path: Path, **changes: Any) -> str:
 def test_a_run_takes_all_parameters_of_the_same_model_and_nothing_else(tmp_path, heads):
     lines: list[str] = []
     fresh = _fresh(**heads)
-    state = begin_with(
+    state = _begun(
         _trained(tmp_path, **heads), fresh, TOKENIZER, model=_model(**heads), report=lines.append
     )
     tiny_run.assert_same(state.params, _params(2, **heads))
@@ -79,9 +84,7 @@ def test_a_run_takes_all_parameters_of_the_same_model_and_nothing_else(tmp_path,
 def test_heads_that_the_model_lacks_begin_fresh_and_it_says_so(tmp_path):
     lines: list[str] = []
     source = _trained(tmp_path)
-    state = begin_with(
-        source, _fresh(**HEADS), TOKENIZER, model=_model(**HEADS), report=lines.append
-    )
+    state = _begun(source, _fresh(**HEADS), TOKENIZER, model=_model(**HEADS), report=lines.append)
     heads = {name: _params(1, **HEADS)[name] for name in ("sampler_head", "critic_head")}
     tiny_run.assert_same(state.params, _params(2) | heads)
     tiny_run.assert_same(state.ema, state.params)
@@ -94,7 +97,7 @@ def test_heads_that_the_model_lacks_begin_fresh_and_it_says_so(tmp_path):
 def test_heads_that_the_run_does_not_have_are_left_out_and_it_says_so(tmp_path):
     lines: list[str] = []
     source = _trained(tmp_path, **HEADS)
-    state = begin_with(source, _fresh(), TOKENIZER, model=_model(), report=lines.append)
+    state = _begun(source, _fresh(), TOKENIZER, model=_model(), report=lines.append)
     expected = _params(2, **HEADS)
     tiny_run.assert_same(state.params, {name: expected[name] for name in state.params})
     assert state.params.keys() == _params(1).keys()
@@ -105,7 +108,7 @@ def test_heads_that_the_run_does_not_have_are_left_out_and_it_says_so(tmp_path):
 
 
 def test_without_a_source_the_state_is_as_it_was():
-    fresh = _fresh()
+    fresh = _fresh().params
     assert begin_with("", fresh, TOKENIZER, model=_model(), report=pytest.fail) is fresh
 
 
@@ -136,7 +139,7 @@ def test_without_a_source_the_state_is_as_it_was():
 def test_a_model_that_does_not_fit_is_refused_in_one_line(tmp_path, theirs, ours, message):
     source = _trained(tmp_path, **theirs)
     with pytest.raises(ValueError, match=r"^train\.init_from=.*\.safetensors .*$") as error:
-        begin_with(source, _fresh(**ours), TOKENIZER, model=_model(**ours), report=pytest.fail)
+        _begun(source, _fresh(**ours), TOKENIZER, model=_model(**ours), report=pytest.fail)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -155,13 +158,13 @@ def test_a_model_whose_config_cannot_be_read_is_refused(tmp_path, section, key, 
     meta["config"][section] = meta["config"].get(section, {}) | {key: value}
     save_weights(source, params, meta)
     with pytest.raises(ValueError, match=r"^train\.init_from=.*\.safetensors: .*$") as error:
-        begin_with(source, _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
+        _begun(source, _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
     assert message in str(error.value)
 
 
 def test_a_model_of_another_text_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has a different tokenizer; use data.tokenizer=init"):
-        begin_with(
+        _begun(
             _trained(tmp_path),
             _fresh(),
             CharacterTokenizer.of("Other text"),
@@ -172,7 +175,7 @@ def test_a_model_of_another_text_is_refused(tmp_path):
 
 def test_a_source_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"nowhere\.safetensors does not exist"):
-        begin_with("nowhere.safetensors", _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
+        _begun("nowhere.safetensors", _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
 
 
 def test_a_run_of_the_heads_alone_begins_with_the_model_that_it_names(tmp_path):
@@ -201,7 +204,7 @@ def test_a_run_of_the_heads_alone_begins_with_the_model_that_it_names(tmp_path):
 
 
 SINCE_HEADS = (
-    "mode", "add_sampler_head", "sampler_context", "sampler_width", "sampler_residual",
+    "add_sampler_head", "sampler_context", "sampler_width", "sampler_residual",
     "add_critic_head",
 )  # fmt: skip
 
@@ -216,7 +219,7 @@ def test_a_model_from_before_there_were_heads_still_loads_and_can_be_begun_with(
     model = dlm_jax.load(old)
     tiny_run.assert_same(model.params, _params(2))
     assert model.network.heads == {}
-    state = begin_with(str(old), _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
+    state = _begun(str(old), _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
     tiny_run.assert_same(state.params, _params(2))
 
 

@@ -160,7 +160,7 @@ def test_for_a_tpu_the_sampling_loop_keeps_each_chips_rows_apart():
 def test_for_a_tpu_no_noisy_key_or_value_of_two_streams_leaves_its_chip():
     _for_tpu(
         "from collections import Counter\n"
-        "from dlm_jax.distributed.costs import KINDS, parse\n"
+        "from dlm_jax.contrib.pod_costs import KINDS, parse\n"
         "rows, positions = 8, 1024\n"
         "found = step(mesh=MeshConfig(data=4, context=4), attention_type='block_causal',\n"
         "             block_length=32)\n"

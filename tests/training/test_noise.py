@@ -11,7 +11,7 @@ import tiny_run
 import toy
 
 import dlm_jax
-from dlm_jax.config import Config, HeadsConfig, ModelConfig, ObjectiveConfig, RLConfig
+from dlm_jax.config import Config, HeadsConfig, ModelConfig, ObjectiveConfig
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.processes import Process, Shares, process_of
@@ -133,8 +133,6 @@ def test_the_critic_is_asked_which_tokens_are_random():
             },
             "is not supported with heads.sampler_trunk_share",
         ),
-        ({"model": ModelConfig(mode="sequence_scorer")}, "is not supported with model.mode"),
-        ({"rl": RLConfig(reward="dlm_jax.tasks:arithmetic")}, "is not supported with rl.reward"),
     ],
 )
 def test_what_reads_holes_is_refused_beside_another_process(changes, line):

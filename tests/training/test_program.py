@@ -55,16 +55,14 @@ def test_hosts_compare_the_version_and_the_source_code_of_the_package():
 
 
 def test_hosts_compare_the_source_code_of_custom_parts(tmp_path, monkeypatch):
-    compared: list[dict] = []
     (tmp_path / "rewards_here.py").write_text("def short(prompts, answers):\n    return []\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     import rewards_here  # type: ignore[import-not-found]
 
-    config = configs.load(None, {"rl.reward": "rewards_here:short"})
-    compared = [runs._sources_of(config, [None, rewards_here.short])]
+    compared = [runs._sources_of([None, rewards_here.short])]
     (tmp_path / "rewards_here.py").write_text("def short(prompts, answers):\n    return [1]\n")
-    compared.append(runs._sources_of(config, [None, rewards_here.short]))
-    names = ["source code of rl.reward=rewards_here:short", "source code of short"]
+    compared.append(runs._sources_of([None, rewards_here.short]))
+    names = ["source code of short"]
     assert sorted(compared[0]) == sorted(compared[1]) == names
     assert all(compared[0][name] != compared[1][name] for name in names)
     del sys.modules["rewards_here"]

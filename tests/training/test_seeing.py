@@ -114,7 +114,7 @@ def test_the_norms_of_the_groups_make_up_that_of_all(finished):
 
 
 def test_only_losses_are_drawn(finished):
-    curves = loss_curves(read_records(finished[0] / "metrics.jsonl"), "bound")
+    curves = loss_curves(read_records(finished[0] / "metrics.jsonl"))
     assert list(curves) == ["training loss", "held-out bound"]
 
 

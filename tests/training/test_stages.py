@@ -77,13 +77,6 @@ def test_a_head_trains_from_its_start_on_and_the_model_always(heads, expected):
         assert [set(stage.groups) for stage in found] == [main | groups for groups in expected]
 
 
-@pytest.mark.parametrize("head", cases.ADDED, ids=lambda head: head.key)
-def test_the_switch_of_a_head_adds_it_and_no_other(head):
-    for switched in cases.ADDED:
-        model = toy.config(**{switched.switch: True})
-        assert head.is_added(model) == (head is switched), "`is_added` and `switch` disagree"
-
-
 def test_a_head_that_the_model_lacks_does_not_train():
     for has_sampler, has_critic in ((True, False), (False, True), (False, False)):
         model = {"add_sampler_head": has_sampler, "add_critic_head": has_critic}

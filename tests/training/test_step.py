@@ -26,7 +26,6 @@ from dlm_jax.training.train_step import (
     check_adds_up,
     compile_eval_step,
     init_state,
-    keeping,
     make_train_step,
 )
 from dlm_jax.types import Network
@@ -251,43 +250,6 @@ def _one_parameter_network() -> Network:
     )
 
 
-def test_each_of_several_updates_on_a_batch_draws_noise_of_its_own():
-    """With an optimiser that moves nothing, gradients of one batch differ by their noise alone."""
-
-    def noted(grads, seen_U, params=None):
-        seen_U = jnp.roll(seen_U, 1).at[0].set(optax.tree.norm(grads))
-        return jax.tree.map(jnp.zeros_like, grads), seen_U
-
-    optimizer = optax.GradientTransformation(lambda params: jnp.zeros(6), noted)
-    mesh, mixture = _mesh("one"), Mixture({"noise": _noise_task}, {"noise": 1.0})
-    state = TrainState(_plain_state().params, jnp.zeros(6), jnp.int32(0))
-    loss = staged(_one_parameter_network(), mixture, mesh)
-    step = make_train_step(loss, optimizer, state, mesh=mesh, batch_size=ROWS, updates=3)
-    means = []
-    for _ in range(2):
-        state, metrics = step(state, _batch(0), jax.random.key(5))
-        means.append(float(metrics["grad_norm"]))
-    seen_U = np.asarray(state.opt_state)[::-1]
-    gaps = np.diff(np.sort(seen_U)) / seen_U.mean()
-    assert gaps.min() > 1e-4, seen_U
-    np.testing.assert_allclose(means, seen_U.reshape(2, 3).mean(1), rtol=1e-5)
-    assert int(state.step) == 2
-
-
-def test_asynchronous_samples_come_from_the_parameters_before_the_last_step():
-    optimizer = keeping(optax.sgd(0.1), previous=lambda params: params)
-    mesh, mixture = _mesh("one"), Mixture({"noise": _noise_task}, {"noise": 1.0})
-    state = TrainState(_plain_state().params, optimizer.init(_plain_state().params), jnp.int32(0))
-    loss = staged(_one_parameter_network(), mixture, mesh)
-    step = make_train_step(loss, optimizer, state, mesh=mesh, batch_size=ROWS)
-    scales = [np.asarray(state.params["norm"]["scale"])]
-    for _ in range(2):
-        state, _ = step(state, _batch(0), jax.random.key(5))
-        np.testing.assert_array_equal(state.behaviour["norm"]["scale"], scales[-1])
-        scales.append(np.asarray(state.params["norm"]["scale"]))
-        assert (scales[-1] != scales[-2]).all()
-
-
 def test_the_loss_is_divided_by_the_total_and_the_norms_are_what_they_say():
     def task(batch, key):
         return Example(batch.tokens_BL, jnp.ones(batch.tokens_BL.shape), jnp.float32(20))
@@ -335,9 +297,6 @@ def test_losses_of_both_signs_add_up_within_the_rounding_of_their_parts(scale, i
 
         def draw(self, batch, key, step):
             return jnp.tile(jnp.array([100.0, -99.9]), 4)
-
-        def anchored(self, drawn, params, reference):
-            return drawn
 
         def __call__(self, params, part, step):
             total = part.sum()

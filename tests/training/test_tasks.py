@@ -14,7 +14,7 @@ import dlm_jax.config as configs
 from dlm_jax.config import Config, ObjectiveConfig, TrainConfig
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.objectives import Mixture
-from dlm_jax.training.tasks import language_model, make_mixture
+from dlm_jax.training.tasks import make_mixture, make_task
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -56,12 +56,9 @@ def test_shares_that_have_rows_have_as_many_as_they_round_to(rows, share):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_objective_of_a_shipped_config_has_rows(path):
     config = configs.load(path)
-    if config.model.mode == "language_model":
-        shares = ("denoising_share", "proofreading_share")
-        objective = {name: getattr(config.objective, name) for name in shares}
-        assert not _mixture(config.train.batch_size, **objective).without_rows(
-            config.train.batch_size
-        )
+    rows, shares = config.train.batch_size, ("denoising_share", "proofreading_share")
+    objective = {name: getattr(config.objective, name) for name in shares}
+    assert not _mixture(rows, **objective).without_rows(rows)
 
 
 def test_an_objective_of_ones_own_sees_batches_cut_as_the_config_says():
@@ -70,8 +67,8 @@ def test_an_objective_of_ones_own_sees_batches_cut_as_the_config_says():
 
     config = Config(model=toy.config(), objective=ObjectiveConfig(random_length_share=0.25))
     setup = Setup(config, cast(Any, cases.Tokenizer()), cases.mesh())
-    task = language_model(setup, toy.network(), lambda setup: objective, ())
+    task = make_task(setup, toy.network(), lambda setup: objective)
     assert task.mixture.random_length_share == 0.25
     # A mixture of one's own says so itself.
     own = Mixture({"objective": objective}, {"objective": 1.0})
-    assert language_model(setup, toy.network(), lambda setup: own, ()).mixture is own
+    assert make_task(setup, toy.network(), lambda setup: own).mixture is own

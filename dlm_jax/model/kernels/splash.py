@@ -25,7 +25,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 )
 
 from dlm_jax import devices
-from dlm_jax.distributed.costs import shares_scope
 from dlm_jax.model.kernels.split import by_device, padded
 
 _LANES = 128
@@ -132,7 +131,7 @@ def with_kernel(
     """The attention that a splash kernel computes on one device, ``[B, L, H, K]``.
 
     `shares` are the shares of the scores that the kernel computes in the forward and in the
-    backward pass; they are used only in the estimates of `dlm_jax.distributed.costs`.
+    backward pass; they are used only in the estimates of `dlm_jax.contrib.pod_costs`.
     """
     # The kernel does not scale the scores, so the queries are scaled, in float32.
     q_BLHK = (q_BLHK.astype(jnp.float32) * q_BLHK.shape[-1] ** -0.5).astype(q_BLHK.dtype)
@@ -141,7 +140,9 @@ def with_kernel(
         q=jnp.ones((q_BHLK.shape[0], q_BHLK.shape[2]), jnp.int32),
         kv=is_live_BM.astype(jnp.int32),
     )
-    with shares_scope(*shares):
+    # Estimates of the cost of a program read the shares from this name.
+    scope = "scores_{}_{}_of_10000".format(*(round(1e4 * share) for share in shares))
+    with jax.named_scope(scope):
         return jax.vmap(kernel)(q_BHLK, k_BGMK, v_BGMK, segments).swapaxes(1, 2)
 
 

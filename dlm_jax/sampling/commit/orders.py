@@ -270,7 +270,7 @@ class LowConfidence(MostConfident):
 
     about = (
         "a quota of the most confident holes, as in LLaDA; on an empty canvas, small models "
-        "collapse to spaces and line ends (docs/readings.md)"
+        "collapse to spaces and line ends"
     )
     confidence: Measure = static(CONFIDENCE)
 

@@ -1,7 +1,6 @@
 """Scores of insertions and deletions at each position, from the last forward pass.
 
-The scores require no training and use two logits per position, gathered after the last commit
-(`docs/readings.md`, readings of variable-length edits).
+The scores require no training and use two logits per position, gathered after the last commit.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The wave number of a hole is its distance to the nearest filled position and does not depend on any
 token. Holes are therefore sorted once and processed in chunks that end at wave boundaries. The cost
-is proportional to the number of holes (`docs/readings.md`, readings of the sampler head).
+is proportional to the number of holes.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def wavefront_fill(
     Source: sampler head, section 4, ``sampler_wavefront_fill`` and
     ``_bootstrap_fill_by_confidence``. The waves are the same, but the row is sorted by wave once,
     tokens of the same wave are not visible to each other, starting positions are chosen per row and
-    are drawn from the LM head (`docs/readings.md`).
+    are drawn from the LM head.
     """
     num_rows, num_positions = tokens_BL.shape
     if preference_BL is None:

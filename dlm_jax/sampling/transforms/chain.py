@@ -1,7 +1,7 @@
 """The chain of logit transforms, which runs only transforms that at least one row uses.
 
 The chain is compiled with static shapes that do not depend on which rows are active, and every row
-has its own settings (`docs/readings.md`, readings).
+has its own settings.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Small tasks with verifiable answers, for experiments that take a few minutes.
 
-Each text consists of a prompt and an answer, such as ``47+85=`` and ``132``. Use ``data.source =
-"task:arithmetic"`` to train on such texts and ``rl.reward = "dlm_jax.tasks:arithmetic"`` to score
-samples.
+Each text consists of a prompt and an answer, such as ``47+85=`` and ``132``. ``python -m
+dlm_jax.contrib.tasks arithmetic`` prints such texts for training, and the task
+``dlm_jax.contrib.tasks:arithmetic`` is a reward function of `dlm_jax.contrib.rl`.
 """
 
 from __future__ import annotations
 
 import json
 
-from dlm_jax.tasks.lists import lists
-from dlm_jax.tasks.text_task import Draws, TextTask
+from dlm_jax.contrib.tasks.lists import lists
+from dlm_jax.contrib.tasks.text_task import Draws, TextTask
 
 __all__ = [
     "TASKS", "TextTask", "arithmetic", "brackets", "letters", "lists", "records", "sorting",

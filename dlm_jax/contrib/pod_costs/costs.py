@@ -12,9 +12,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import jax
 import numpy as np
 
 from dlm_jax.distributed.mesh import Chip
@@ -527,13 +526,6 @@ _UNTIMED = frozenset(
         "iota",
     }
 )
-
-
-def shares_scope(forward: float, backward: float) -> Any:
-    """A scope of attention kernels that compute only these shares of their scores."""
-    return jax.named_scope(
-        "scores_{}_{}_of_10000".format(*(round(1e4 * x) for x in (forward, backward)))
-    )
 
 
 @dataclass

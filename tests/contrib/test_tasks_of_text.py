@@ -2,13 +2,22 @@
 
 import itertools
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+from dlm_jax.contrib.tasks import TASKS
+from dlm_jax.contrib.tasks.lists import (
+    LETTERS,
+    OPERATIONS,
+    TEMPLATES,
+    ListQuestion,
+    asked,
+    one_draw,
+)
 from dlm_jax.data import load_corpus
-from dlm_jax.tasks import TASKS
-from dlm_jax.tasks.lists import LETTERS, OPERATIONS, TEMPLATES, ListQuestion, asked, one_draw
 
 PERSON = "Ada Bell, Oslo="
 RECORD = (
@@ -155,20 +164,19 @@ def test_every_sudoku_is_the_rest_of_a_solution():
         assert 4 <= prompt.count(".") <= 8
 
 
-def test_a_task_is_a_corpus_of_different_prompts_and_answers(tmp_path):
+def test_a_task_prints_a_corpus_of_different_prompts_and_answers(tmp_path):
+    path = tmp_path / "arithmetic.jsonl"
+    with path.open("w") as file:
+        command = [sys.executable, "-m", "dlm_jax.contrib.tasks", "arithmetic"]
+        subprocess.run(command, stdout=file, check=True)
     corpus = load_corpus(
-        ["task:arithmetic"], tokenizer="character", seq_len=10, cache_dir=tmp_path,
-        layout="documents",
-    )  # fmt: skip
-    tokens, (length, given) = (
-        corpus.train_rows.rows([0])["tokens"][0],
-        (corpus.train_rows.rows([0])[name][0] for name in ("length", "given")),
+        [str(path)], tokenizer="character", seq_len=10, cache_dir=tmp_path, layout="documents"
     )
+    row = corpus.train_rows.rows([0])
+    tokens, length, given = (row[name][0] for name in ("tokens", "length", "given"))
     prompt, answer = TASKS["arithmetic"].example(0)
     assert corpus.tokenizer.decode(tokens[:given]) == prompt
     assert corpus.tokenizer.decode(tokens[given:length]) == answer
     assert len(corpus.train_rows) + len(corpus.val_rows) == 8000
-    with pytest.raises(ValueError, match="task:arithmatic does not exist"):
-        load_corpus("task:arithmatic")
-    with pytest.raises(ValueError, match="has a prompt, .*use data.layout=documents"):
-        load_corpus("task:sorting", cache_dir=tmp_path)
+    with pytest.raises(ValueError, match="task:sorting does not exist; python -m dlm_jax.contrib"):
+        load_corpus("task:sorting")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from dlm_jax.distributed.costs import Torus, cost, first_group, moved, shares_scope
+from dlm_jax.contrib.pod_costs.costs import Torus, cost, first_group, moved
 from dlm_jax.distributed.mesh import Chip
 
 # One FLOP, byte or cycle a second, so that figures are seconds.
@@ -212,7 +212,7 @@ def test_a_kernel_that_skips_scores_counts_the_share_that_its_scope_names(kernel
     )
 
     def scoped(x):
-        with shares_scope(0.5, 0.25):
+        with jax.named_scope("scores_5000_2500_of_10000"):  # as the kernels write it
             return x + 1
 
     scope = str(jax.make_jaxpr(scoped)(1.0).eqns[0].source_info.name_stack)

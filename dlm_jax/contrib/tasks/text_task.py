@@ -39,7 +39,7 @@ class TextTask:
       make: ``(draws) -> (prompt, answer)``.
       judge: ``(prompt, answer) -> reward``, for the two parts of a text.
       mark: last character of a prompt, which occurs nowhere else in a text.
-      size: number of distinct examples in the corpus ``task:NAME``.
+      size: number of distinct examples in `corpus`.
     """
 
     name: str
@@ -63,10 +63,14 @@ class TextTask:
         return float(self.judge(prompt, answer)) if mark and answer else 0.0
 
     def __call__(self, prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
-        """The reward of each answer to its prompt. This method is a reward function for
-        ``rl.reward``.
+        """The reward of each answer to its prompt. This method is a reward function of
+        `dlm_jax.contrib.rl`.
         """
         return [self.verify(p + answer) for p, answer in zip(prompts, answers, strict=True)]
+
+    def corpus(self) -> list[tuple[str, str]]:
+        """`size` distinct examples."""
+        return self.examples(self.size)
 
     def examples(self, count: int, seed: int = 0) -> list[tuple[str, str]]:
         """Up to `count` distinct examples, from consecutive seeds starting at `seed`."""

@@ -28,20 +28,45 @@ the number of hidden tokens.
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+import dlm_jax.config
+from dlm_jax import Network, load
+from dlm_jax.contrib import loops
 from dlm_jax.diffusion.corruption import mask_independently, stratified_times
 from dlm_jax.diffusion.losses import Loss, at_positions, divergence, read_out
-from dlm_jax.diffusion.objectives import Batch, NetworkObjective
-from dlm_jax.types import Network, Params
+from dlm_jax.settings import require
+from dlm_jax.training import Batch, problem
+
+Params = dict[str, Any]
+
+
+class Distillation(NamedTuple):
+    """An objective that learns from a teacher.
+
+    Attributes:
+      draw: ``(batch, key) -> noise``, a dict of all random values.
+      teach: ``(network, teacher, noise) -> noise``, which adds what the teacher writes.
+      loss: ``(network, params, noise, teacher) -> Loss``.
+    """
+
+    draw: Callable[[Batch, jax.Array], dict[str, Any]]
+    teach: Callable[[Network, Params, dict[str, Any]], dict[str, Any]]
+    loss: Callable[[Network, Params, dict[str, Any], Params], Loss]
 
 
 def sdtt(
     *, steps: int, teacher_steps: int, mask_id: int, banned_ids: tuple[int, ...]
-) -> NetworkObjective:
+) -> Distillation:
     """The objective for a student that samples in `steps` steps.
 
     Args:
@@ -55,7 +80,7 @@ def sdtt(
         time_B, noise = _hidden(batch, key, teacher_steps=teacher_steps, mask_id=mask_id)
         return noise | {"chance": chances(time_B, steps, teacher_steps)}
 
-    def anchor(network: Network, params: Params, teacher: Params, noise: Any) -> Any:
+    def teach(network: Network, teacher: Params, noise: Any) -> Any:
         _, hidden_BLD = walk(
             network,
             teacher,
@@ -80,7 +105,7 @@ def sdtt(
         )
         return Loss(jnp.sum(jnp.where(noise["is_hidden"], nats_BL, 0.0)), noise["total"])
 
-    return NetworkObjective(draw, loss, anchor, needs_teacher=True)
+    return Distillation(draw, teach, loss)
 
 
 def certainty(
@@ -91,7 +116,7 @@ def certainty(
     temperature: float,
     mask_id: int,
     banned_ids: tuple[int, ...],
-) -> NetworkObjective:
+) -> Distillation:
     """The certainty-forcing objective.
 
     Args:
@@ -106,7 +131,7 @@ def certainty(
     def draw(batch: Batch, key: jax.Array) -> dict[str, Any]:
         return _hidden(batch, key, teacher_steps=teacher_steps, mask_id=mask_id)[1]
 
-    def anchor(network: Network, params: Params, teacher: Params, noise: Any) -> Any:
+    def teach(network: Network, teacher: Params, noise: Any) -> Any:
         shown_BL = noise["shown"]
         left_K = teacher_steps - jnp.arange(teacher_steps)
         chance_BK = jnp.broadcast_to(1.0 / left_K, (shown_BL.shape[0], teacher_steps))
@@ -149,7 +174,7 @@ def certainty(
         )
         return Loss(jnp.sum(jnp.where(noise["is_hidden"], nats_BL, 0.0)), noise["total"])
 
-    return NetworkObjective(draw, loss, anchor, needs_teacher=True)
+    return Distillation(draw, teach, loss)
 
 
 def _hidden(
@@ -242,3 +267,115 @@ def walk(
     begun = shown_BL, jnp.zeros(shapes.shape, shapes.dtype)
     by_step = jnp.moveaxis(chance_BK, 1, 0), jnp.moveaxis(draws_BKL2, 1, 0)
     return jax.lax.stop_gradient(jax.lax.scan(step, begun, by_step)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillationSettings:
+    """Settings of distillation.
+
+    Attributes:
+      objective: ``sdtt`` or ``certainty``.
+      teacher: run, weights file or shipped model; empty: the initial parameters.
+      steps: sdtt: number of sampling steps of the student.
+      teacher_steps: number of teacher steps per student step (sdtt) or per row (certainty).
+      teacher_temperature: certainty: temperature at which the teacher samples; 0 is greedy.
+      weight: certainty: weight of the entropy.
+      temperature: certainty: temperature of the entropy.
+    """
+
+    objective: str = "sdtt"
+    teacher: str = ""
+    steps: int = 16
+    teacher_steps: int = 2
+    teacher_temperature: float = 0.0
+    weight: float = 2.0
+    temperature: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            low = {"steps": 1, "teacher_steps": 1, "temperature": 0.01}.get(name, 0)
+            require(isinstance(value, str) or value >= low, name, value, f"is below {low}")
+        kinds = "sdtt", "certainty"
+        require(self.objective in kinds, "objective", self.objective, "is unknown", "use sdtt")
+
+
+def distil(
+    config: Any,
+    settings: DistillationSettings | None = None,
+    *,
+    report: Callable[[str], None] = loops.say,
+) -> Params:
+    """Trains the model of a config on a teacher's texts, and returns its parameters; see `loops`.
+
+    Args:
+      config: a config, or the path of a TOML file; ``train.init_from`` is the student.
+      settings: settings of the objective.
+      report: called with one-line messages.
+    """
+    settings = settings or DistillationSettings()
+    if isinstance(config, str | PathLike):
+        config = dlm_jax.config.load(str(config))
+    train, kind = config.train, config.model.attention_type
+    begins = settings.teacher or train.init_from
+    require(bool(begins), "teacher", settings.teacher, "is empty", "name it, or train.init_from")
+    require(kind == "bidirectional", "model.attention_type", kind, "has no steps", "use another")
+    task = problem(config, report=report)
+    setup, network, optimizer = task.setup, task.network, task.optimizer()
+    ids = {"mask_id": setup.mask_id, "banned_ids": setup.banned_ids}
+    if settings.objective == "sdtt":
+        made = sdtt(steps=settings.steps, teacher_steps=settings.teacher_steps, **ids)
+    else:
+        made = certainty(
+            teacher_steps=settings.teacher_steps,
+            teacher_temperature=settings.teacher_temperature,
+            weight=settings.weight,
+            temperature=settings.temperature,
+            **ids,
+        )
+    init_key, noise_key = jax.random.split(jax.random.key(train.seed))
+    params = task.start(init_key, report)
+    teacher = jax.tree.map(jnp.copy, params)
+    if settings.teacher:
+        other = load(settings.teacher)
+        is_same = other.tokenizer.to_json() == setup.tokenizer.to_json()
+        require(is_same, "teacher", settings.teacher, "has another vocabulary", "use another")
+        teacher |= {name: tree for name, tree in other.params.items() if name in teacher}
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def update(state: loops.LoopState, teacher: Params, batch: Batch, key: jax.Array) -> Any:
+        noise = made.teach(network, teacher, made.draw(batch, key))
+
+        def loss(params: Params) -> jax.Array:
+            found = made.loss(network, params, noise, teacher)
+            return found.sum / jnp.maximum(found.weight, 1.0)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.updated(optimizer, grads), {"loss": value}
+
+    batches: list[Iterator[Batch]] = []
+
+    def take_step(state: loops.LoopState, step: int) -> Any:
+        if not batches:
+            batches.append(task.batches(step))
+        return update(state, teacher, next(batches[0]), jax.random.fold_in(noise_key, step))
+
+    state = loops.LoopState(params, optimizer.init(params))
+    return loops.run(task, state, take_step, settings=settings, report=report)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program and returns its exit code: 2 for input that it refuses."""
+    name = "python -m dlm_jax.contrib.distillation"
+    parser = argparse.ArgumentParser(prog=name, description="Distils a model to fewer steps.")
+    loops.add_settings(parser, DistillationSettings)
+    args = parser.parse_args(argv)
+    try:
+        distil(*loops.settings_of(args, DistillationSettings))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

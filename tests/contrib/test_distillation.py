@@ -1,4 +1,4 @@
-"""Objectives that learn from a teacher, and the sampler head's, beside formulas in NumPy."""
+"""Objectives that learn from a teacher, beside formulas in NumPy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 from enumerable import LENGTH, LETTERS, MASK, NETWORK, PARAMS
 
-from benchmarks import markov
-from dlm_jax.diffusion.distillation import certainty, chances, draws, sdtt, walk
-from dlm_jax.diffusion.objectives import Batch, Mixture, NetworkObjective
-from dlm_jax.heads.sampler import prepare_sampler_inputs, trunk_loss
-from dlm_jax.model.transformer import build
+from dlm_jax.contrib.distillation import certainty, chances, draws, sdtt, walk
+from dlm_jax.training import Batch
 
 BANNED = tuple(id_ for id_ in range(enumerable.V) if id_ not in LETTERS)
 ROWS = 4096
@@ -37,11 +33,6 @@ def _log_law(params: Any, canvas: tuple[int, ...], ids: Any = None) -> np.ndarra
 def _batch(rows: int = ROWS) -> Batch:
     tokens_BL = jnp.zeros((rows, LENGTH), jnp.int32)
     return Batch(tokens_BL, jnp.full(rows, LENGTH), jnp.zeros(rows, jnp.int32))
-
-
-def _anchored(objective: NetworkObjective, *given: Any) -> Any:
-    assert objective.anchor is not None
-    return objective.anchor(*given)
 
 
 def _hidden(noise: dict[str, Any]) -> dict[str, Any]:
@@ -98,9 +89,7 @@ def test_the_expected_loss_of_sdtt_is_that_of_its_formula():
 
     @jax.jit
     def run(params: Any) -> Any:
-        return objective.loss(
-            NETWORK, params, _anchored(objective, NETWORK, params, PARAMS, noise), PARAMS
-        )
+        return objective.loss(NETWORK, params, objective.teach(NETWORK, PARAMS, noise), PARAMS)
 
     student = _log_law(STUDENT, EMPTY)
     first, letters = _log_law(PARAMS, EMPTY), np.exp(_log_law(PARAMS, EMPTY, LETTERS))
@@ -127,7 +116,7 @@ def test_one_step_of_the_teacher_itself_leaves_nothing_to_learn():
     @jax.jit
     @jax.value_and_grad
     def run(params: Any) -> Any:
-        noise_now = _anchored(objective, NETWORK, params, PARAMS, noise)
+        noise_now = objective.teach(NETWORK, PARAMS, noise)
         return objective.loss(NETWORK, params, noise_now, PARAMS).sum
 
     value, gradient = run(PARAMS)
@@ -144,7 +133,7 @@ def test_the_loss_of_certainty_is_that_of_its_formula():
     hidden = np.asarray(noise["is_hidden"])
 
     def run(params: Any) -> Any:
-        walked = _anchored(objective, NETWORK, params, PARAMS, noise)
+        walked = objective.teach(NETWORK, PARAMS, noise)
         found = objective.loss(NETWORK, params, walked, PARAMS)
         return found.sum, (found, walked["targets"])
 
@@ -179,9 +168,8 @@ def test_a_greedy_teacher_writes_the_likeliest_letters():
 
 def test_objectives_of_a_teacher_add_up_over_the_parts_of_a_batch():
     objective = sdtt(steps=4, teacher_steps=2, mask_id=MASK, banned_ids=BANNED)
-    assert Mixture({"sdtt": objective}, {"sdtt": 1.0}).needs_teacher
     noise = objective.draw(_batch(8), jax.random.key(5))
-    noise = _anchored(objective, NETWORK, STUDENT, PARAMS, noise)
+    noise = objective.teach(NETWORK, PARAMS, noise)
     whole = objective.loss(NETWORK, STUDENT, noise, PARAMS)
     parts = [
         objective.loss(
@@ -192,59 +180,3 @@ def test_objectives_of_a_teacher_add_up_over_the_parts_of_a_batch():
     ]  # fmt: skip
     assert float(whole.sum) == pytest.approx(sum(float(part.sum) for part in parts), rel=1e-5)
     assert float(whole.weight) == float(parts[0].weight)
-
-
-def _divergence(network: Any, params: Any, tokens_BL: Any, is_revealed_BL: Any, mask_id: int):
-    params = {"sampler_head": {}} | params
-    shown_BL = jnp.full_like(tokens_BL, mask_id)
-    length_B = jnp.full(tokens_BL.shape[0], tokens_BL.shape[1])
-    inputs = prepare_sampler_inputs(
-        network, params, shown_BL, tokens_BL, network.trunk(params, shown_BL, length_B, None)[0],
-        length_B, is_revealed_BL, mask_id=mask_id,
-    )  # fmt: skip
-    is_asked_BL = ~is_revealed_BL
-    return trunk_loss(
-        network, params, inputs, shown_BL, tokens_BL, length_B, is_revealed_BL, is_asked_BL,
-        jnp.sum(is_asked_BL).astype(jnp.float32), mask_id=mask_id,
-    )  # fmt: skip
-
-
-def test_an_exact_head_of_a_markov_chain_says_what_the_trunk_says():
-    """Where every other token is revealed, neighbours are all that the trunk sees, too."""
-    network = markov.network()
-    params = network.init(jax.random.key(0))
-    tokens_BL = jnp.array([[0, 1, 2, 0, 1], [2, 2, 1, 0, 0]])
-    odd_BL = jnp.broadcast_to(jnp.arange(5)[None] % 2 == 1, (2, 5))
-    found = _divergence(network, params, tokens_BL, odd_BL, markov.MASK)
-    assert float(found.weight) == 6
-    assert abs(float(found.sum)) < 1e-5
-    other = params | {"step": params["step"][::-1]}
-    assert float(_divergence(network, other, tokens_BL, ~odd_BL & False, markov.MASK).sum) < 1e-5
-
-
-def test_the_divergence_of_a_head_is_that_of_its_formula():
-    tokens_BL, is_revealed_BL = jnp.array([[0, 1, 1]]), jnp.array([[False, True, False]])
-    found = _divergence(NETWORK, PARAMS, tokens_BL, is_revealed_BL, MASK)
-    trunk = _log_law(PARAMS, (MASK, 1, MASK))
-    empty = np.asarray(PARAMS["table"], np.float64)[int(enumerable.code(np.array(EMPTY)))]
-    beside = np.asarray(PARAMS["beside"], np.float64)
-    vector, ids = np.eye(LENGTH)[1], [id_ for id_ in range(enumerable.V) if id_ != MASK]
-    wanted = 0.0
-    for place, neighbours in ((0, 2.0 * vector), (2, vector)):
-        logits = (empty[place] + (neighbours @ beside[:, :1]) * beside[0])[ids]
-        wanted += _kl(trunk[place], logits - np.log(np.exp(logits).sum()))
-    assert wanted > 0.01
-    assert float(found.sum) == pytest.approx(float(wanted), rel=1e-4)
-
-
-def test_only_the_head_learns_from_the_trunk():
-    network = build(toy.config(depth=1, add_sampler_head=True))
-    params = network.init(jax.random.key(0))
-    tokens_BL = jnp.array([[0, 1, 2, 3, 1, 2, 0, 3]])
-    is_revealed_BL = jnp.arange(8)[None] % 2 == 0
-    gradient = jax.jit(jax.grad(
-        lambda params: _divergence(network, params, tokens_BL, is_revealed_BL, toy.MASK).sum
-    ))(params)  # fmt: skip
-    for name, tree in gradient.items():
-        largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(tree))
-        assert (largest > 0) == (name == "sampler_head"), name

@@ -16,7 +16,7 @@ import string
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dlm_jax.tasks.text_task import Draws, TextTask
+from dlm_jax.contrib.tasks.text_task import Draws, TextTask
 
 __all__ = ["OPERATIONS", "TEMPLATES", "ListQuestion", "asked", "example", "lists", "one_draw"]
 

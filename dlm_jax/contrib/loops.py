@@ -1,0 +1,147 @@
+"""What the training loops of `dlm_jax.contrib` share: metrics, checkpoints and flags.
+
+The loops train on one device in one process. The directory ``train.out_dir`` has the metrics
+(``metrics.jsonl``), checkpoints of parameters and optimiser, from which the same command resumes,
+and at the end the trained model (``model.safetensors``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import dlm_jax.config
+from dlm_jax.settings import SettingError
+from dlm_jax.training import Problem
+
+Params = dict[str, Any]
+MODEL, METRICS = "model.safetensors", "metrics.jsonl"
+
+
+class LoopState(NamedTuple):
+    """What a loop trains and saves."""
+
+    params: Params
+    opt_state: Any
+
+    def updated(self, optimizer: optax.GradientTransformation, grads: Params) -> LoopState:
+        updates, opt_state = optimizer.update(grads, self.opt_state, self.params)
+        params: Any = optax.apply_updates(self.params, updates)
+        return LoopState(params, opt_state)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run(
+    problem: Problem,
+    state: LoopState,
+    take_step: Callable[[LoopState, int], tuple[LoopState, dict[str, Any]]],
+    *,
+    settings: Any,
+    stride: int = 1,
+    evaluate: Callable[[Params], dict[str, float]] | None = None,
+    report: Callable[[str], None] = say,
+) -> Params:
+    """Trains up to ``train.steps`` from the newest checkpoint, and returns the parameters.
+
+    Args:
+      problem: the problem, whose config has the intervals in ``[train]``.
+      state: state before the first step.
+      take_step: ``(state, step) -> (state, metrics)``, for a step counted from 0.
+      settings: a dataclass; a run continues only with the same settings and config.
+      stride: number of steps that one call of `take_step` takes.
+      evaluate: ``(params) -> metrics``, called every ``train.eval_every`` steps and at the end.
+      report: called with one line per record of the metrics.
+
+    Raises:
+      ValueError: the directory has another run, or a step is not finite.
+    """
+    train = problem.setup.config.train
+    out_dir = Path(train.out_dir).absolute()
+    _check_same(out_dir, problem.setup.config, settings)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(out_dir / "checkpoints", options=options) as saved:
+        first = saved.latest_step() or 0
+        if first:
+            state = saved.restore(first, args=ocp.args.StandardRestore(state))
+        metrics = out_dir / METRICS
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= first]
+        metrics.write_text("".join(kept))
+
+        def record(kind: str, step: int, figures: dict[str, Any]) -> None:
+            line = {"kind": kind, "step": step} | {k: float(v) for k, v in figures.items()}
+            with metrics.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in list(line.items())[2:])
+            report(f"step {step}: {shown}")
+
+        for step in range(first, train.steps, stride):
+            state, figures = take_step(state, step)
+            done = step + stride
+
+            def is_due(every: int, step: int = step, done: int = done) -> bool:
+                return done >= train.steps or (every > 0 and step // every < done // every)
+
+            if is_due(train.log_every):
+                figures = jax.device_get(figures)
+                if not np.isfinite(list(figures.values())).all():
+                    raise ValueError(f"step {done} is not finite: {figures}; lower [optim]")
+                record("train", done, figures)
+            if evaluate is not None and is_due(train.eval_every):
+                record("evaluation", done, evaluate(state.params))
+            if is_due(train.checkpoint_every):
+                saved.save(done, args=ocp.args.StandardSave(state))
+    problem.save(state.params, out_dir / MODEL)
+    return state.params
+
+
+def _check_same(out_dir: Path, config: Any, settings: Any) -> None:
+    """Creates the directory, or raises ValueError if it has a run with other settings."""
+    here = dlm_jax.config.to_dict(config) | {"loop": dataclasses.asdict(settings)}
+    here = json.loads(json.dumps(here))
+    here["train"].pop("out_dir")
+    path = out_dir / "config.json"
+    if path.exists():
+        there = json.loads(path.read_text())
+        for section, values in here.items():
+            for key, value in values.items():
+                before = there.get(section, {}).get(key)
+                if before != value:
+                    raise SettingError(
+                        f"{section}.{key}",
+                        value,
+                        f"differs from {before!r} of the run in {out_dir}",
+                        "use another train.out_dir",
+                    )
+    out_dir.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(here))
+
+
+def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
+    """Adds the flags of a config and one flag per field of the `settings`."""
+    parser.add_argument("--config", metavar="FILE", help="TOML file, or name of a shipped config")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the config")
+    for field in dataclasses.fields(settings):
+        flag = f"--{field.name.replace('_', '-')}"
+        default: Any = field.default
+        parser.add_argument(flag, type=type(default), default=default, help=f"({default})")
+
+
+def settings_of(args: argparse.Namespace, settings: type) -> tuple[Any, Any]:
+    """The config and the settings of parsed flags."""
+    given = {name: getattr(args, name) for name in settings.__dataclass_fields__}
+    pairs = dict(pair.split("=", 1) for pair in args.keys)
+    return dlm_jax.config.load(args.config, pairs), settings(**given)

@@ -1,0 +1,110 @@
+"""Distillation from end to end: who teaches, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+
+import dlm_jax
+import dlm_jax.config as configs
+from dlm_jax.contrib import distillation
+from dlm_jax.contrib.distillation import DistillationSettings, distil, main
+from dlm_jax.training import train
+
+FLAGS = {
+    "model__depth": 1, "optim__name": "adamw", "optim__learning_rate": 0.01,
+    "optim__warmup_steps": 0, "train__steps": 4, "train__log_every": 1, "train__eval_every": 0,
+    "train__checkpoint_every": 2,
+}  # fmt: skip
+CERTAIN = DistillationSettings("certainty")
+
+
+def _config(out_dir: Path, **changes: Any):
+    return configs.load(None, tiny_run.flags(out_dir, **(FLAGS | changes)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("distillation")
+
+
+@functools.cache
+def _base(folder: Path, seed: int = 0) -> Path:
+    path = folder / f"base{seed}"
+    with tiny_run.on_devices(1):
+        train(_config(path, train__steps=8, train__seed=seed), report=lambda line: None)
+    return path
+
+
+def _distil(folder: Path, name: str, settings: Any = CERTAIN, **changes: Any):
+    config = _config(folder / name, train__init_from=_base(folder), **changes)
+    with tiny_run.on_devices(1):
+        return distil(config, settings, report=lambda line: None)
+
+
+@functools.cache
+def _whole(folder: Path):
+    return _distil(folder, "whole")
+
+
+def _losses(out_dir: Path) -> list[float]:
+    lines = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines]
+
+
+def test_a_stopped_run_ends_as_the_uninterrupted_one(folder, monkeypatch):
+    whole, split = _whole(folder), jax.random.fold_in
+    start = dlm_jax.load(_base(folder)).params
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), whole, start)
+    assert max(jax.tree.leaves(moved)) > 1e-3
+
+    def stops(key: Any, number: Any) -> Any:
+        if isinstance(number, int) and number == 3:
+            raise KeyboardInterrupt
+        return split(key, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distillation.jax.random, "fold_in", stops)
+        with pytest.raises(KeyboardInterrupt):
+            _distil(folder, "stopped")
+    tiny_run.assert_same(_distil(folder, "stopped"), whole)
+    assert _losses(folder / "stopped") == _losses(folder / "whole")
+
+
+def test_another_model_may_teach(folder):
+    """The initial parameters are their own teacher, from which another one differs more."""
+    for name, teacher in (("own", ""), ("other", str(_base(folder, seed=1)))):
+        _distil(folder, name, DistillationSettings(teacher=teacher), train__steps=1)
+    (own,), (other,) = (_losses(folder / name) for name in ("own", "other"))
+    assert 0 < own < 0.1 and other > 2 * own
+
+
+@pytest.mark.slow
+def test_a_teacher_of_another_vocabulary_is_refused_by_name(folder, tmp_path):
+    (tmp_path / "text").write_text("abcdefgh\n" * 200)
+    with tiny_run.on_devices(1):
+        config = _config(tmp_path / "letters", data__source=tmp_path / "text", train__steps=1)
+        train(config, report=lambda line: None)
+    teacher = str(tmp_path / "letters")
+    with pytest.raises(ValueError, match=r"^teacher=.*letters' has another vocabulary"):
+        _distil(tmp_path, "run", DistillationSettings(teacher=teacher))
+
+
+def test_what_does_not_go_together_is_refused_at_the_door(folder, tmp_path, capsys):
+    with pytest.raises(ValueError, match="teacher='' is empty; name it, or train.init_from"):
+        distil(_config(tmp_path / "run"))
+    with pytest.raises(ValueError, match="model.attention_type='causal' has no steps"):
+        _distil(tmp_path, "run", model__attention_type="causal", sample__order="left_to_right")
+    with pytest.raises(ValueError, match="objective='kl' is unknown; use sdtt"):
+        DistillationSettings("kl")
+    with pytest.raises(ValueError, match="teacher_steps=0 is below 1"):
+        DistillationSettings(teacher_steps=0)
+    assert main(["--teacher", "nowhere.safetensors", "data.source=nothing"]) == 2
+    assert "nothing does not exist" in capsys.readouterr().err
