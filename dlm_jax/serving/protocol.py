@@ -919,7 +919,7 @@ class Planner:
         settings = self._own_settings(asked, length)
         reads = "read_back" if asked.read_back else "logprobs" if asked.rivals else ""
         text = settings.get("structure", self._defaults.get("structure"))
-        shape = "structure" if text else "response_format"
+        shape = "structure" if text or "structure" in settings else "response_format"
         shape = "tools" if isinstance(asked, Chat) and asked.functions else shape
         try:
             pattern = self._pattern(asked)
