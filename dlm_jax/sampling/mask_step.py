@@ -28,9 +28,9 @@ from dlm_jax.sampling.commit.commit_rule import (
 )
 from dlm_jax.sampling.commit.orders import show_confidence
 from dlm_jax.sampling.edits.edit_rule import EditContext
-from dlm_jax.sampling.edits.likelihood import gain_of_edits
 from dlm_jax.sampling.edits.moves import PositionMap, moved, moved_boundary, position_map_of
 from dlm_jax.sampling.edits.scores import read_logprobs
+from dlm_jax.sampling.edits.trial import gain_of_edits
 from dlm_jax.sampling.forward import forward, read_head, read_head_with_candidates
 from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.positions import TrunkOutput, at_places, hidden, returned

@@ -28,8 +28,10 @@ LENGTH_TARGETS = ("none", "to_max_new", "exact")
 _EXACT = 2
 
 
-def _number(name: str, default: float, help: str, high: float = 1.0, **traits: Any) -> Any:
-    return per_row(Setting(name, default, help, low=0.0, high=high, **traits))
+def _number(
+    name: str, default: float, help: str, high: float = 1.0, *, is_preset: bool = False
+) -> Any:
+    return per_row(Setting(name, default, help, low=0.0, high=high, is_preset=is_preset))
 
 
 def _choice(name: str, default: str, help: str, names: tuple[str, ...]) -> Any:

@@ -383,11 +383,33 @@ def standalone_fill(
 
 
 def parallel_fill(
-    params: Params, hidden_BLD: jax.Array, tokens_BL: jax.Array, key_B: jax.Array, **settings: Any
+    params: Params,
+    hidden_BLD: jax.Array,
+    tokens_BL: jax.Array,
+    key_B: jax.Array,
+    *,
+    network: Network,
+    is_open_BL: jax.Array,
+    length_B: jax.Array | None = None,
+    settings: Mapping[str, Any] | Chain | None = None,
+    banned_ids: tuple[int, ...] = (),
+    chunk: int | None = None,
 ) -> FillOutput:
     """A token for each open position, drawn independently from the LM head.
 
     The arguments and the result are those of `wavefront_fill`, without those of the sampler head.
     The cost is proportional to the number of open positions, and no ``[B, L, V]`` array exists.
     """
-    return standalone_fill(Parallel(), params, hidden_BLD, tokens_BL, key_B, **settings)
+    return standalone_fill(
+        Parallel(),
+        params,
+        hidden_BLD,
+        tokens_BL,
+        key_B,
+        network=network,
+        is_open_BL=is_open_BL,
+        length_B=length_B,
+        settings=settings,
+        banned_ids=banned_ids,
+        chunk=chunk,
+    )
