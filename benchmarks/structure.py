@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PACKAGE = "dlm_jax"
 PAGE = 60
-SLOTS = ("transforms", "propose", "commit", "remask", "edits", "cache")
+SLOTS = ("transforms", "propose", "commit", "remask", "edits")
 TABLES = (
     "dlm_jax.diffusion.mixing.table",
     "dlm_jax.diffusion.processes.PROCESSES",

@@ -175,10 +175,10 @@ def _stepper(config: Config) -> Callable[[], None]:
     step = make_train_step(
         run.task.loss(stage), run.task.optimizer(stage), run.state, mesh=run.mesh,
         batch_size=config.train.batch_size, ema_decay=config.optim.ema_decay,
-        updates=run.task.updates, compiler_options=config.mesh.compiler_options,
+        compiler_options=config.mesh.compiler_options,
     )  # fmt: skip
     batches = train_batches(
-        run.corpus.train_rows, seq_len=config.data.seq_len, batch_size=run.task.rows, seed=0,
+        run.corpus.train_rows, seq_len=config.data.seq_len, batch_size=config.train.batch_size, seed=0,
         process_index=0, process_count=1, start_step=0,
     )  # fmt: skip
     carried = [run.state]

@@ -201,9 +201,9 @@ class _Canvases:
                     tokens[row, : shown.size], length[row] = shown, shown.size
                     for column, (at, (_, wanted)) in enumerate(known.items()):
                         place[column, row], ids[column, row, : len(wanted)] = at, list(wanted)
-                made = jax.device_get(run(model.params, tokens, length, place, ids))
+                values = jax.device_get(run(model.params, tokens, length, place, ids))
                 numbers = [number for number, _, _ in some]
-                for table, value_PBK in zip(found, made, strict=True):
+                for table, value_PBK in zip(found, values, strict=True):
                     table[numbers, :num_places] = np.moveaxis(value_PBK, 0, 1)[: len(some)]
         return found[0], found[1], found[2]
 

@@ -235,16 +235,16 @@ def _run_windows(
         return trunk.window(params, kv_cache, None, tokens_BL, length_B, work.window, size=width)
 
     if trunk.block_length == 1:
-        own_BWD, update = window_of_all()
-        kv_cache = trunk.store(kv_cache, update, None, after(own_BWD, work.window.place_N))
+        window_BWD, update = window_of_all()
+        kv_cache = trunk.store(kv_cache, update, None, after(window_BWD, work.window.place_N))
         if hidden_BWD is not None:
-            own_BWD = jnp.where(is_due_B[:, None, None], hidden_BWD, own_BWD)
-        return kv_cache, own_BWD
+            window_BWD = jnp.where(is_due_B[:, None, None], hidden_BWD, window_BWD)
+        return kv_cache, window_BWD
     assert hidden_BWD is not None
     if len(sizes) == 1:
         is_any = jnp.any(work.size_B >= 0)
-        own_BWD = jax.lax.cond(is_any, lambda: window_of_all()[0], lambda: hidden_BWD)
-        return kv_cache, jnp.where(is_due_B[:, None, None], hidden_BWD, own_BWD)
+        window_BWD = jax.lax.cond(is_any, lambda: window_of_all()[0], lambda: hidden_BWD)
+        return kv_cache, jnp.where(is_due_B[:, None, None], hidden_BWD, window_BWD)
     for number, size in enumerate(sizes):
         # A window that does not fit the previous size starts more than that size before the end of
         # the canvas, and only cached positions before the window are read.
@@ -266,9 +266,9 @@ def _run_windows(
             return hidden_NSD, place_N - window.place_N
 
         def put(
-            hidden_BWD: jax.Array, made: tuple[jax.Array, jax.Array], row_N: jax.Array
+            hidden_BWD: jax.Array, computed: tuple[jax.Array, jax.Array], row_N: jax.Array
         ) -> jax.Array:
-            return hidden_BWD.at[row_N].set(cut(*made, width))
+            return hidden_BWD.at[row_N].set(cut(*computed, width))
 
         with jax.named_scope(f"window_{size}"):
             is_mine_B = work.size_B == number
@@ -290,8 +290,8 @@ def _run_refresh(
         hidden_NLD, update = trunk.whole(params, rows.tokens_BL, rows.length_B)
         return update, hidden_NLD, rows.window.place_N
 
-    def put(carry: Any, made: tuple[Any, ...], row_N: jax.Array) -> tuple[Any, jax.Array]:
-        (kv_cache, hidden_BWD), (update, hidden_NLD, place_N) = carry, made
+    def put(carry: Any, computed: tuple[Any, ...], row_N: jax.Array) -> tuple[Any, jax.Array]:
+        (kv_cache, hidden_BWD), (update, hidden_NLD, place_N) = carry, computed
         kv_cache = trunk.store(kv_cache, update, row_N, jnp.zeros_like(place_N))
         return kv_cache, hidden_BWD.at[row_N].set(cut(hidden_NLD, place_N, width))
 
@@ -349,8 +349,8 @@ def _cache_run(
         )
         return update, after(hidden_NWD, window.place_N)
 
-    def put(kv_cache: Any, made: tuple[Any, jax.Array], row_N: jax.Array) -> Any:
-        update, place_N = made
+    def put(kv_cache: Any, computed: tuple[Any, jax.Array], row_N: jax.Array) -> Any:
+        update, place_N = computed
         return trunk.store(kv_cache, update, row_N, place_N)
 
     return in_groups(program, is_due_B, size, compute, put, kv_cache, (work, first_B))
@@ -370,10 +370,10 @@ def in_groups(
     Nothing is computed if no device has such a row. A partial group is padded with its first
     row.
 
-    ``compute(carry, rows_N, row_N) -> made`` is the forward pass over the rows of a group, given
-    with their indices `row_N`. On each device, the shard of `row_N` indexes the device's own rows.
-    ``put(carry, made, row_N) -> carry`` runs on each device with local shards only. `num_positions`
-    is the number of positions that a forward pass computes per row.
+    ``compute(carry, rows_N, row_N) -> computed`` is the forward pass over the rows of a group,
+    given with their indices `row_N`. On each device, the shard of `row_N` indexes the device's own
+    rows. ``put(carry, computed, row_N) -> carry`` runs on each device with local shards only.
+    `num_positions` is the number of positions that a forward pass computes per row.
     """
 
     def ordered(_: Any, is_due_B: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -401,14 +401,16 @@ def in_groups(
         given = by_rows(lambda _, own: jax.tree.map(lambda leaf: leaf[own[0]], own[1]))(
             (), (own_N, mine)
         )
-        made = compute(carry, given, row_N)
-        return first + size, by_rows(put_if_due)(first, (carry, made, own_N, num_due_S))
+        computed = compute(carry, given, row_N)
+        return first + size, by_rows(put_if_due)(first, (carry, computed, own_N, num_due_S))
 
     def put_if_due(first: jax.Array, own: tuple[Carry, Any, jax.Array, jax.Array]) -> Carry:
-        carry, made, own_N, num_due_1 = own
+        carry, computed, own_N, num_due_1 = own
         if num_shares == 1:  # the loop ends before a group without due rows
-            return put(carry, made, own_N)
-        return jax.lax.cond(first < num_due_1[0], lambda: put(carry, made, own_N), lambda: carry)
+            return put(carry, computed, own_N)
+        return jax.lax.cond(
+            first < num_due_1[0], lambda: put(carry, computed, own_N), lambda: carry
+        )
 
     start = (jnp.zeros((), most.dtype), carry)
     return jax.lax.while_loop(lambda state: state[0] < most, one, start)[1]
