@@ -178,9 +178,14 @@ def _stepper(config: Config) -> Callable[[], None]:
         compiler_options=config.mesh.compiler_options,
     )  # fmt: skip
     batches = train_batches(
-        run.corpus.train_rows, seq_len=config.data.seq_len, batch_size=config.train.batch_size, seed=0,
-        process_index=0, process_count=1, start_step=0,
-    )  # fmt: skip
+        run.corpus.train_rows,
+        seq_len=config.data.seq_len,
+        batch_size=config.train.batch_size,
+        seed=0,
+        process_index=0,
+        process_count=1,
+        start_step=0,
+    )
     carried = [run.state]
 
     def take() -> None:
