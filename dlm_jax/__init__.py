@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from dlm_jax.types import Status as Status
     from dlm_jax.types import Window as Window
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _NAMES = {
     "config": "MeshConfig SamplingParams",
@@ -125,10 +125,11 @@ def __dir__() -> list[str]:
 
 
 def _advice(name: str) -> str:
-    """Where a rule or a record of a rule is that is public in its subpackage."""
+    """Where a name is that this package does not have."""
     if name.startswith("_"):
         return ""
-    for kind in ("cache", "commit", "edits", "noise", "propose", "remask", "transforms"):
+    for kind in ("commit", "edits", "kv_cache", "noise", "propose", "remask", "transforms"):
         if name in importlib.import_module(f"dlm_jax.sampling.{kind}").__all__:
             return f"; it is in dlm_jax.sampling.{kind}"
-    return ""
+    advice = importlib.import_module("dlm_jax.moved").moved_name(name)
+    return f"; {advice}" if advice else ""

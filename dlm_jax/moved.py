@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _CONTRIB = {
     "decoders": """
         order=credit credit_weight credit_decay credit_power
@@ -81,6 +83,29 @@ def moved(name: str) -> str:
         return ""
     module = f"dlm_jax.contrib.{home}"
     return f"it is in {module}: pass --rules {module}, or in Python rules={module}"
+
+
+_NAMES = {
+    "CacheRule": "it is KVCache now",
+    "CandidateWriter": "FillInput, in dlm_jax.sampling.propose, replaces it",
+    "Cells": "EditContext, in dlm_jax.sampling.edits, has its fields",
+    "Decision": "it is in dlm_jax.contrib.decide",
+    "SampleConfig": "it is SamplingParams now",
+    "Ticket": "Engine.submit returns the number of the request",
+    "corrupted_share": "it was removed with the sequence scorer",
+    "decide": "it is in dlm_jax.contrib.decide",
+    "insert_at_gap": "it is insert_at now",
+    "matching": "it is in dlm_jax.contrib.matching",
+}
+"""Public names of version 0.2 other than rules, and where they are."""
+
+
+def moved_name(name: str) -> str:
+    """Advice for a public name of version 0.2 that left `dlm_jax`; empty for others."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    choices = (f"{key}={snake}" for key in ("order", "remask", "fill", "edit_scoring"))
+    home = next((_HOMES[choice] for choice in choices if choice in _HOMES), None)
+    return _NAMES.get(name, "") if home is None else f"it is in dlm_jax.contrib.{home}"
 
 
 def moved_member(name: str) -> str:

@@ -102,6 +102,19 @@ def test_an_unknown_name_is_refused_by_the_package():
         _ = dlm_jax.generat
 
 
+def test_a_name_that_left_the_package_says_where_it_is():
+    places = {
+        "RandomFilled": "dlm_jax.sampling.commit",
+        "Exact": "dlm_jax.sampling.kv_cache",
+        "Klass": "dlm_jax.contrib.decoders",
+        "matching": "dlm_jax.contrib.matching",
+        "SampleConfig": "SamplingParams",
+    }
+    for name, place in places.items():
+        with pytest.raises(AttributeError, match=f"{name}'; it is (in )?{place}"):
+            getattr(dlm_jax, name)
+
+
 def test_importing_the_package_alone_imports_no_jax():
     code = "import dlm_jax, sys; print('jax' in sys.modules, dlm_jax.__version__ > '')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
