@@ -44,6 +44,7 @@ from dlm_jax import Network, load
 from dlm_jax.contrib import loops
 from dlm_jax.diffusion.corruption import mask_independently, stratified_times
 from dlm_jax.diffusion.losses import Loss, at_positions, divergence, read_out
+from dlm_jax.sampling.rule_tools import key_of
 from dlm_jax.settings import require
 from dlm_jax.training import Batch, problem
 
@@ -332,7 +333,7 @@ def distil(
             temperature=settings.temperature,
             **ids,
         )
-    init_key, noise_key = jax.random.split(jax.random.key(train.seed))
+    init_key, noise_key = jax.random.split(key_of(train.seed))
     params = task.start(init_key, report)
     teacher = jax.tree.map(jnp.copy, params)
     if settings.teacher:

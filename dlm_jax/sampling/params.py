@@ -223,19 +223,20 @@ def _with_names(
     """The settings of a layer, with its rule objects as names and fields."""
     replaced = {"rules", "transforms", *(slot for slot, _ in objects)}
     settings = {name: value for name, value in layer.items() if name not in replaced}
+    transforms = layer.get("transforms")
+    extends = bool(transforms) and transforms[0] is ...
     for slot, rule in objects:
         for name, value in rule.as_settings().items():
             if name in settings and not np.array_equal(settings[name], value):
                 raise ValueError(f"{name} is given twice, with different values; use one value")
             settings[name] = value
-        if selector := SLOTS[slot].selector:
+        if (selector := SLOTS[slot].selector) and not (slot == "transforms" and extends):
             name = table.name_of(slot, type(rule))
             settings[selector] = (
                 (*settings.get(selector, ()), name) if slot == "transforms" else name
             )
             settings |= {"edit": True} if slot == "edit" else {}
-    given = layer.get("transforms")
-    if given is not None and not (given and given[0] is ...):
+    if transforms is not None and not extends:
         every = (cls for classes in table.transforms.values() for cls in classes)
         off = {s.name: s.default for cls in every for s in cls.settings()}
         settings = off | {"chain": ()} | settings

@@ -6,7 +6,7 @@ of settings. This module has what rules are written with. Passes over the vocabu
 must use the same `Setting`, such as `THRESHOLD`.
 """
 
-from dlm_jax.randomness import salted
+from dlm_jax.randomness import key_of, salted
 from dlm_jax.sampling.blocks import choose, steps_needed
 from dlm_jax.sampling.commit.commit_rule import exceeds, log_odds, log_odds_of, reaches
 from dlm_jax.sampling.commit.orders import (
@@ -55,6 +55,7 @@ __all__ = [
     "fold",
     "grown_logits",
     "head_chunk",
+    "key_of",
     "left_of",
     "linear_quota",
     "log_odds",

@@ -273,6 +273,6 @@ def test_the_95_percent_interval_covers_the_truth_95_times_in_100(num_rows):
 
 
 def test_a_single_window_is_shown_without_an_interval():
-    line = tasks._bound_line(tasks._bound_of(np.array([3.0, 0.0]), np.array([2, 0])))
+    line = tasks.bound_line(tasks.bound_of(np.array([3.0, 0.0]), np.array([2, 0])))
     assert line == "bound 1.5000 nats/token"
     assert plus_minus(0.25) == " +- 0.2500"

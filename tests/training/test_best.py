@@ -87,13 +87,13 @@ def falling_then_rising(monkeypatch):
     import dlm_jax.training.tasks as tasks
 
     figures = iter([3.0, 2.0, 4.0, 5.0])
-    of = tasks._bound_of
+    of = tasks.bound_of
 
     def bound_of(nats_N, free_N):
         found = of(nats_N, free_N)
         return found | {"bound": next(figures)}
 
-    monkeypatch.setattr(tasks, "_bound_of", bound_of)
+    monkeypatch.setattr(tasks, "bound_of", bound_of)
 
 
 def test_a_run_keeps_its_best_model_beside_the_newest(tmp_path, falling_then_rising):

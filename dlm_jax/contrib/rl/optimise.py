@@ -24,6 +24,7 @@ from dlm_jax.contrib.rl.policy import (
     policy_loss,
     trace_rl,
 )
+from dlm_jax.sampling.rule_tools import key_of
 from dlm_jax.settings import SettingError, require
 from dlm_jax.training import Batch, Problem, problem
 
@@ -64,7 +65,7 @@ def train_policy(
         estimator = trace_rl(order=config.sample.order, fill=config.sample.fill)
     elif estimator is None:
         estimator = diffu_grpo(prompt_mask=settings.prompt_mask, mask_id=task.setup.mask_id)
-    init_key, noise_key = jax.random.split(jax.random.key(config.train.seed))
+    init_key, noise_key = jax.random.split(key_of(config.train.seed))
     params, optimizer = task.start(init_key, report), task.optimizer()
     reference = jax.tree.map(jnp.copy, params) if settings.kl > 0 else {}
     sample = _Samples(task, params, settings, reads_trace=estimator.reads_trace)
