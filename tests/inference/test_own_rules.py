@@ -13,6 +13,7 @@ import dlm_jax
 from dlm_jax import MinP, Renoise, Setting, Temperature, Threshold, TopK, TopP, per_row, rule
 from dlm_jax.config import SamplingParams
 from dlm_jax.inference.request import make_requests
+from dlm_jax.sampling.positions import fold
 
 # It recommends a transform that a list of transforms leaves out.
 SAMPLE = SamplingParams(
@@ -56,6 +57,25 @@ class FromTheLeft(EveryOther):
         """Raises if the first position is given."""
         if not is_open[0]:
             raise ValueError("begin with a hole")
+
+
+@rule
+class Flat(dlm_jax.FillRule):
+    """Draws from half the logits."""
+
+    def propose(self, fill):
+        """A candidate at each open position."""
+        read = self.logits(fill, fill.tokens_BL, None)
+
+        def draw(out, places_N, is_real_N):
+            drawable_NV, _ = read(places_N, is_real_N)
+            return fill.draw(out, places_N, is_real_N, fill.logits(places_N), drawable_NV)
+
+        return fold(fill.is_read_BL, fill.chunk, draw, fill.start())
+
+    def logits(self, fill, tokens_BL, level_BL):
+        """Half the logits of the LM head."""
+        return lambda places_N, is_real_N: (0.5 * fill.logits(places_N), None)
 
 
 def _same(ours, theirs):
@@ -270,6 +290,20 @@ def test_a_function_of_logits_is_a_transform_and_takes_part_in_no_other_row():
     said = r"short.apply returned float32 .*; return float32 \[N, V\]"
     with pytest.raises(ValueError, match=said):
         dlm_jax.generate(MODEL, ["The "], transforms=[short], **given)
+
+
+def test_read_back_of_a_fill_of_ones_own_gives_the_distribution_of_its_draws():
+    settings = {"rules": [Flat], "fill": "flat", "seed": 3, "gen_length": 6, "steps": 3}
+    read = dlm_jax.generate(MODEL, ["The "], read_back=True, **settings).read_back[0]
+    traced = dlm_jax.generate(MODEL, ["The "], trace=True, **settings).trace.writings(0)
+    found = {
+        (r.place, r.token): r.candidates.logprobs[np.asarray(r.candidates.ids) == r.token][0]
+        for r in read
+    }
+    assert len(found) == 6
+    for writing in traced:
+        place = int(writing["position"]), int(writing["token"])
+        np.testing.assert_allclose(found[place], writing["logprob"], rtol=1e-4, atol=1e-6)
 
 
 def test_a_member_that_moved_is_named_with_its_place():
