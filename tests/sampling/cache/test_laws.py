@@ -76,21 +76,23 @@ def _state(kind, rows, *, is_guided=False, **settings):
     """The state before the first step; None is an idle slot."""
     tokens_BL = np.full((len(rows), POSITIONS), toy.PAD, np.int32)
     length_B = np.zeros(len(rows), np.int32)
-    samples, keyed = [], []
+    samples, seeds = [], []
     for slot, row in enumerate(rows):
         row = dict(row) if row else {"tokens": [], "steps": 1, "seed": 0}
         tokens = row.pop("tokens")
         tokens_BL[slot, : len(tokens)], length_B[slot] = tokens, len(tokens)
-        seed = row.pop("seed")
+        seeds.append(row.pop("seed"))
         samples.append(SamplingParams(**settings | row))
-        keyed.append(type("Row", (), {**vars(samples[-1]), "seed": seed, "capacity": 0}))
     model = _network(kind)[0]
     facts = ModelFacts(
         vocab_size=toy.VOCAB_SIZE, banned_ids=toy.BANNED, eos_ids=(toy.EOS,), has_cache=True,
         is_causal=kind == "causal", block_length=model.block_length,
     )  # fmt: skip
+    row_params = dataclasses.replace(
+        RowParams.pack(samples, facts), seed_B=jnp.array(seeds, jnp.uint32)
+    )
     state = start(
-        jnp.asarray(tokens_BL), jnp.asarray(length_B), RowParams.pack(keyed, facts),
+        jnp.asarray(tokens_BL), jnp.asarray(length_B), row_params,
         BUILT_IN.pack(samples, facts), mask_id=toy.MASK,
     )  # fmt: skip
     program = canvases.program(model, is_guided=is_guided)
