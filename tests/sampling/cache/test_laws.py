@@ -21,7 +21,7 @@ from dlm_jax.model import cached
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import CurrentBlock
 from dlm_jax.sampling.forward import with_cache
-from dlm_jax.sampling.kv_cache import CacheWindow, Dual, Prefix
+from dlm_jax.sampling.kv_cache import CacheWindow, Dual, Exact, Prefix
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
@@ -356,3 +356,9 @@ def test_what_is_kept_is_put_down_where_it_lies_and_no_logits_are():
     assert not [line for line in text.splitlines() if moved.search(line)]
     # 2 depth B L G K numbers of four bytes
     assert sum(leaf.nbytes for leaf in kept) == 2 * 2 * ROWS * POSITIONS * 2 * 8 * 4
+
+
+def test_an_exact_cache_refuses_blocks_of_one_position_of_a_model_that_is_not_causal():
+    facts = ModelFacts(vocab_size=8, has_cache=True, block_length=1)
+    with pytest.raises(ValueError, match="cache='exact' does not support .* blocks of 1"):
+        Exact.check_model(SamplingParams(), facts)
