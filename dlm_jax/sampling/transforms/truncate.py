@@ -159,11 +159,9 @@ def _search(
         terms: list[Callable[[Any, Array], Array]] = []
         for key_N in keys:
             bound_N1 = _float(key_N)[:, None]
-            terms += [lambda x, _, bound_N1=bound_N1: jnp.where(value(x) > bound_N1, 1.0, 0.0)]
+            terms.append(lambda x, _, b=bound_N1: jnp.where(value(x) > b, 1.0, 0.0))
             if weight is not None:
-                terms += [
-                    lambda x, _, bound_N1=bound_N1: jnp.where(value(x) > bound_N1, weight(x), 0.0)
-                ]
+                terms.append(lambda x, _, b=bound_N1, w=weight: jnp.where(value(x) > b, w(x), 0.0))
         above = vocab.sums(logits_NV, *terms)
         each = len(above) // len(keys)  # the count alone, or the count and the mass
         for place, key_N in enumerate(keys):
