@@ -25,11 +25,11 @@ from dlm_jax.inference.candidates import Candidates, HostSampler, Written, calle
 from dlm_jax.sampling import draw, vocab
 from dlm_jax.sampling.commit import CommitRule, DrawnTokens, Proposal
 from dlm_jax.sampling.edits.edit_rule import places as all_places
-from dlm_jax.sampling.mask_step import StepProposal, commit_step, propose_step, step_chain
+from dlm_jax.sampling.mask_step import StepProposal, commit_step, propose_step
 from dlm_jax.sampling.positions import put
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import FillInput
-from dlm_jax.sampling.state import State, gather_state
+from dlm_jax.sampling.state import State, gather_state, step_chain
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Params

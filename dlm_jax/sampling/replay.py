@@ -15,14 +15,13 @@ import numpy as np
 from dlm_jax import devices
 from dlm_jax.pytree import pytree
 from dlm_jax.sampling.forward import forward
-from dlm_jax.sampling.mask_step import step_chain
 from dlm_jax.sampling.positions import TrunkOutput, at_places
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import FillInput
 from dlm_jax.sampling.propose.wavefront import head_chunk
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import Rules
-from dlm_jax.sampling.state import State, start, step_keys, visible_context
+from dlm_jax.sampling.state import State, start, step_chain, step_keys, visible_context
 from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Params, Status
 
