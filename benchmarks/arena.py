@@ -26,7 +26,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -359,11 +358,8 @@ def write(setup: Setup, grid: list[Settings], number: int, seed: int) -> Written
     found: list[Any] = [None] * len(grid)
     for indices in kinds.values():
         which = np.repeat(np.arange(len(indices)), QUICK_TEXTS)
-        ones = [SimpleNamespace(**vars(samples[i]), seed=0, capacity=0) for i in indices]
-        packed = (
-            RowParams.pack(ones, setup.facts),
-            TABLE.pack([samples[i] for i in indices], setup.facts),
-        )
+        ones = [samples[i] for i in indices]
+        packed = RowParams.pack(ones, setup.facts), TABLE.pack(ones, setup.facts)
         row, rules = jax.tree.map(lambda x, which=which: x[which], packed)
         tokens_L = np.where(np.arange(setup.canvas) < setup.length, setup.mask_id, setup.pad_id)
         length = setup.length

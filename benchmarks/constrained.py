@@ -27,7 +27,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -135,8 +134,7 @@ def draws(
     if pattern:
         sample = dataclasses.replace(sample, structure=KNOWN.automaton(pattern))
     facts = ModelFacts(vocab_size=LETTERS.vocab_size, banned_ids=LETTERS.banned_ids, eos_ids=(EOS,))
-    one = SimpleNamespace(**vars(sample), seed=0, capacity=0)
-    packed = RowParams.pack([one], facts), table.pack([sample], facts)
+    packed = RowParams.pack([sample], facts), table.pack([sample], facts)
     row, rules = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), packed)
     tokens_L = jnp.array(ids_of(canvas), jnp.int32)
     params = jax.tree.map(jnp.float32, {"logits": logits_LV} | (head or {}))

@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -114,8 +113,7 @@ def write(settings: dict[str, Any], number: int, seed: int, *, rows: int = ROWS)
     facts = ModelFacts(
         vocab_size=markov.MASK + 1, banned_ids=(markov.MASK,), noise=LINEAR, heads=("sampler",)
     )
-    one = SimpleNamespace(**vars(sample), seed=0, capacity=0)
-    packed = RowParams.pack([one], facts), BUILT_IN.pack([sample], facts)
+    packed = RowParams.pack([sample], facts), BUILT_IN.pack([sample], facts)
     row, rules = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), packed)
     params = markov.network().init(jax.random.key(0))
     counts, counted = np.zeros(markov.MASK**markov.LENGTH), []

@@ -219,7 +219,6 @@ def sampling_step(
     network, mask = build(model), model.vocab_size - 1
     split, whole = NamedSharding(mesh, P(("data", "fsdp"))), NamedSharding(mesh, P())
     program = Program(network, mask, chunk=256, rows=split, banned_ids=(mask,))
-    keyed = type("Row", (), vars(sample) | {"seed": 0, "capacity": 0})
     facts = ModelFacts(
         vocab_size=model.vocab_size,
         banned_ids=(mask,),
@@ -229,10 +228,11 @@ def sampling_step(
 
     def make(params: Any) -> Any:
         tokens_BL = jnp.full((rows, positions), mask, jnp.int32)
-        state = start(
-            tokens_BL, jnp.full(rows, positions, jnp.int32), RowParams.pack([keyed] * rows, facts),
-            sample.table.pack([sample] * rows, facts), mask_id=mask,
-        )  # fmt: skip
+        row = RowParams.pack([sample] * rows, facts)
+        row = dataclasses.replace(row, seed_B=jnp.zeros(rows, jnp.uint32))
+        rules = sample.table.pack([sample] * rows, facts)
+        length_B = jnp.full(rows, positions, jnp.int32)
+        state = start(tokens_BL, length_B, row, rules, mask_id=mask)
         return with_cache(program, params, state)
 
     def at(leaf: Any, place: Any, dtype: Any = None) -> Any:

@@ -220,16 +220,15 @@ def rest(
     sample = SamplingParams(
         chain=("temperature",), block_length=BLOCK, steps=128, order="low_confidence"
     )
-    keyed = type("Row", (), vars(sample) | {"seed": 0, "capacity": 0})
     facts = ModelFacts(vocab_size=network.vocab_size, banned_ids=(mask,))
 
     def make() -> State:
         tokens_BL = jnp.full((step.rows, POSITIONS), mask, jnp.int32)
-        return start(
-            tokens_BL, jnp.full(step.rows, POSITIONS, jnp.int32),
-            RowParams.pack([keyed] * step.rows, facts), BUILT_IN.pack([sample] * step.rows, facts),
-            mask_id=mask,
-        )  # fmt: skip
+        row = RowParams.pack([sample] * step.rows, facts)
+        row = dataclasses.replace(row, seed_B=jnp.zeros(step.rows, jnp.uint32))
+        rules = BUILT_IN.pack([sample] * step.rows, facts)
+        length_B = jnp.full(step.rows, POSITIONS, jnp.int32)
+        return start(tokens_BL, length_B, row, rules, mask_id=mask)
 
     return Advance(program, compiler_options=options), params, make
 

@@ -58,8 +58,8 @@ _OTHERS = {
 }
 
 
-_MEMBERS = {
-    **dict.fromkeys(("measure", "observe", "weighed"), "score"),
+_ORDERS = {
+    **dict.fromkeys(("measure", "observe", "weighed", "show_score"), "score"),
     **dict.fromkeys(("reads_head", "map_blocks", "rereads", "goes_on"), "needs"),
     **dict.fromkeys(("start_memory", "remembers_ids"), "init"),
     "remember": "the state that select returns",
@@ -68,7 +68,18 @@ _MEMBERS = {
     "patience": "rewrites",
     "rewrite_steps_B": "rewrites",
 }
-"""Members of rules in version 0.2, and where they are."""
+_MEMBERS = {
+    "commit": _ORDERS,
+    "remask": _ORDERS,
+    "fill": {"sources": "logits", "forwards": "FillOutput.counts"},
+    "transforms": {
+        **dict.fromkeys(("at_progress", "makes_greedy"), "transforms.temperature.Moving"),
+        **dict.fromkeys(("banned", "forbids"), "LogitBias"),
+        **dict.fromkeys(("ignores_ids", "yields"), "transforms.transform.Pointwise"),
+        "reads_final_logprob": "update",
+    },
+}
+"""Members of rules in version 0.2 by slot, and where they are."""
 
 
 def moved(name: str) -> str:
@@ -108,6 +119,7 @@ def moved_name(name: str) -> str:
     return _NAMES.get(name, "") if home is None else f"it is in dlm_jax.contrib.{home}"
 
 
-def moved_member(name: str) -> str:
+def moved_member(slot: str, name: str) -> str:
     """Advice for a member of a rule of version 0.2; empty for others."""
-    return f"which is {_MEMBERS[name]} now; see docs/own_rules.md" if name in _MEMBERS else ""
+    place = _MEMBERS.get(slot, {}).get(name)
+    return f"which is {place} now; see docs/own_rules.md" if place else ""

@@ -45,7 +45,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedTrunk:
-    """The trunk for decoding with cached keys and values (`dlm_jax.sampling.cache`).
+    """The trunk for decoding with cached keys and values (`dlm_jax.sampling.kv_cache`).
 
     The cache of the rows (*kept*) and the update that a call returns (a *piece*) are opaque
     pytrees; the first axis of every leaf is the row axis. If the cache is up to date, hidden

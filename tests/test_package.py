@@ -56,6 +56,18 @@ def test_the_pages_of_the_interface_list_every_name():
     assert set(dlm_jax.__all__) - listed == set()
 
 
+def test_the_reference_lists_the_classes_of_the_rules_and_nothing_that_is_not_there():
+    page = (ROOT / "docs" / "api_reference.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    for name in listed:
+        pkgutil.resolve_name(name)
+    last = {name.rpartition(".")[2] for name in listed}
+    for room in ("commit", "edits", "propose", "transforms"):
+        names = importlib.import_module(f"dlm_jax.sampling.{room}").__all__
+        assert {name for name in names if not name.isupper()} <= last
+
+
 def test_sampling_imports_nothing_that_writes_a_temporary_file():
     command = ["bash", "-c", f"ulimit -f 0; {sys.executable} -c 'import dlm_jax.cli.sample'"]
     subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.PIPE)

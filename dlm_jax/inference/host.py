@@ -25,11 +25,11 @@ from dlm_jax.inference.candidates import Candidates, HostSampler, Written, calle
 from dlm_jax.sampling import draw, vocab
 from dlm_jax.sampling.commit import CommitRule, DrawnTokens, Proposal
 from dlm_jax.sampling.edits.edit_rule import places as all_places
-from dlm_jax.sampling.mask_step import StepProposal, commit_step, propose_step, step_chain
+from dlm_jax.sampling.mask_step import StepProposal, commit_step, propose_step
 from dlm_jax.sampling.positions import put
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import FillInput
-from dlm_jax.sampling.state import State, gather_state
+from dlm_jax.sampling.state import State, gather_state, step_chain
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Params
@@ -303,8 +303,6 @@ def _drawable(
     sampler head computed them; None if the LM head computed all.
     """
     filled, canvas = inputs.filled, inputs.context
-    if filled.level_BL is None:
-        return inputs.output.logits(program.network, params, places_P), None
     fill = FillInput(
         network=program.network,
         params=params,
@@ -319,7 +317,8 @@ def _drawable(
         key_B=inputs.draw_key_B,
     )
     tokens_BL = jnp.where(inputs.is_open_BL, filled.proposal.tokens_BL, -1)
-    read = state.rules.fill.logits(fill, tokens_BL, filled.level_BL)
+    level_BL = jnp.zeros_like(tokens_BL) if filled.level_BL is None else filled.level_BL
+    read = state.rules.fill.logits(fill, tokens_BL, level_BL)
     return read(places_P, jnp.ones(places_P.shape, bool))
 
 

@@ -138,7 +138,7 @@ class Sampler:
             state = step(self.program, ready(self.program, fixed, state), state)
         if state.records is None:
             return state
-        return with_gradient(self.program, params, before, state)
+        return with_gradient(self.program, params, before, state, is_one_step=True)
 
     def run(self, params: Params, state: State, steps: int | jax.Array) -> State:
         """Returns the state after at most `steps` more steps of each row; `steps` may be a traced

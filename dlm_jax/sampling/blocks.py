@@ -1,7 +1,7 @@
 """Blocks: windows of a row that are decoded in order (semi-autoregressive decoding).
 
 The first block starts at the first unfrozen position. A row's steps are divided among the blocks
-that have work (see `dlm_jax.sampling.state.work`), with the remainder in the first blocks. Unused
+that have work (see `first_block`), with the remainder in the first blocks. Unused
 steps of a block are dropped.
 """
 

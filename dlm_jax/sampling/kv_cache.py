@@ -160,6 +160,13 @@ class Exact(KVCache):
                 "attends to later ones",
                 "use cache='prefix' or 'dual'",
             )
+        if facts.block_length == 1 and not facts.is_causal:
+            raise SettingError(
+                "cache",
+                "exact",
+                "does not support model.attention_type='block_causal' with blocks of 1 position",
+                "use model.attention_type='causal', which is the same, or cache='none'",
+            )
         if facts.is_causal:
             settings = {
                 "order": ("left_to_right",),

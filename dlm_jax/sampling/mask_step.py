@@ -42,7 +42,6 @@ from dlm_jax.sampling.state import (
     EDITED,
     Records,
     State,
-    chain_at,
     check_result,
     end_step,
     move_state,
@@ -51,12 +50,12 @@ from dlm_jax.sampling.state import (
     refines,
     reset_state,
     score_positions,
+    step_chain,
     step_keys,
     token_positions,
     visible_context,
     with_position_leaves,
 )
-from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import At, Context
 from dlm_jax.types import Canvas, Params, live_positions
 
@@ -154,26 +153,20 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
 
     # Propose.
     context = visible_context(state, mask_id=program.mask_id)
-    filled = draw_candidates(
+    filled, wrong_BL, extra_B = draw_candidates(
         program,
         params,
         state,
-        (output, context, draw_key_B, own_BL),
-        {
-            "is_open_BL": is_open_BL,
-            "is_seen_BL": is_token_BL,
-            "is_scored_BL": is_scored_BL,
-            "preference_BL": commit.preference_BL,
-        },
-        step_chain,
+        output,
+        context,
+        key_B=draw_key_B,
+        is_open_BL=is_open_BL,
+        is_seen_BL=is_token_BL,
+        preference_BL=commit.preference_BL,
+        own_BL=own_BL,
+        is_scored_BL=is_scored_BL,
     )
-    if head := head_of(rule.needs):
-        wrong_BL, extra_B = read_head_with_candidates(
-            program, params, state, head, output, filled.proposal.tokens_BL, is_open_BL
-        )
-        is_known_B = jnp.all(jnp.isfinite(wrong_BL) | ~is_open_BL, axis=1)
-        filled = filled._replace(is_finite_B=filled.is_finite_B & is_known_B)
-        commit, forwards_B = commit._replace(wrong_BL=wrong_BL), forwards_B + extra_B
+    commit = commit._replace(wrong_BL=wrong_BL)
     return state, StepProposal(
         is_open_BL=is_open_BL,
         is_read_BL=is_read_BL,
@@ -181,7 +174,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         context=context,
         output=output,
         cache=cache,
-        forwards_B=forwards_B,
+        forwards_B=forwards_B + extra_B,
         positions_B=positions_B,
         draw_key_B=draw_key_B,
         filled=filled,
@@ -332,21 +325,24 @@ def draw_candidates(
     program: Program,
     params: Params,
     state: State,
-    inputs: tuple[TrunkOutput, Context, jax.Array, jax.Array | None],
-    positions: dict[str, jax.Array | None],
-    chain_of: Callable[[State], Chain],
+    output: TrunkOutput,
+    context: Context,
+    *,
     scored: Callable[..., tuple[jax.Array, DrawnTokens]] | None = None,
-) -> FillOutput:
-    """The candidates of the fill. If rows are sharded, each device fills its own rows.
+    is_open_BL: jax.Array,
+    **arrays: jax.Array | None,
+) -> tuple[FillOutput, jax.Array | None, jax.Array | int]:
+    """The candidates of the fill, and the values of the head that the rule of the step reads with
+    them, if any, and the number of forward passes ``[B]`` for it. If rows are sharded, each device
+    fills its own rows.
 
-    `inputs` are the output of the trunk, the visible tokens, the keys of the draws and
-    `FillInput.own_BL`; `positions` are further arrays of `FillInput`; `scored` gives the logits and
-    tokens that a noise rule scores.
+    `context` has the visible tokens, and `arrays` are further arrays of `FillInput`; `scored` gives
+    the logits and tokens that a noise rule scores.
     """
 
     def propose(params: Params, rows: tuple[Any, ...]) -> FillOutput:
-        state, (output, context, key_B, own_BL), positions = rows
-        rules, chain, signal = state.rules, chain_of(state), program.network.signal
+        state, output, context, arrays = rows
+        rules, chain, signal = state.rules, step_chain(state), program.network.signal
         rule, tokens_BL, num_positions = rules.commit, context.tokens_BL, context.tokens_BL.shape[1]
 
         def score(
@@ -366,11 +362,9 @@ def draw_candidates(
             tokens_BL=tokens_BL,
             length_B=context.length_B,
             is_given_BL=state.canvas.frozen_BL,
-            own_BL=own_BL,
             keeps_best=rules.edit is not None and "likeliest" in rules.edit.needs,
             chain=chain,
             prepared=chain.prepare(state.chain_state, context),
-            key_B=key_B,
             method=program.draw,
             banned_ids=program.banned_ids,
             score=score,
@@ -379,25 +373,22 @@ def draw_candidates(
             is_joint=scored is not None,
             signal=None if signal is None else functools.partial(signal, params),
             signal_BLD=state.signal_BLD,
-            **positions,
+            **arrays,
         )
         return check_filled(rules.fill, rules.fill.propose(fill), tokens_BL.shape)
 
     # The old cache is not used again, so it can be overwritten in place.
     lean = state._replace(cache=None, records=None)
-    return program.by_rows(propose)(params, (lean, inputs, positions))
-
-
-def step_chain(state: State) -> Chain:
-    """The chain with the parameters of the next step of each row.
-
-    A schedule covers the allowed number of steps, or the number of unfrozen positions if that is
-    lower and written tokens do not change.
-    """
-    free_B = jnp.sum(~state.canvas.frozen_BL, axis=1)
-    few_B = jnp.minimum(state.row.steps_B, jnp.maximum(free_B, 1))
-    span_B = jnp.where(refines(state.rules, state.row), state.row.steps_B, few_B)
-    return chain_at(state.rules.chain, state.step_B, span_B)
+    arrays = {"is_open_BL": is_open_BL, **arrays}
+    filled = program.by_rows(propose)(params, (lean, output, context, arrays))
+    head, wrong_BL, extra_B = head_of(state.rules.commit.needs), None, 0
+    if head:
+        wrong_BL, extra_B = read_head_with_candidates(
+            program, params, state, head, output, filled.proposal.tokens_BL, is_open_BL
+        )
+        is_known_B = jnp.all(jnp.isfinite(wrong_BL) | ~is_open_BL, axis=1)
+        filled = filled._replace(is_finite_B=filled.is_finite_B & is_known_B)
+    return filled, wrong_BL, extra_B
 
 
 def apply_renoise(program: Program, state: State) -> State:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.blocks import choose
-from dlm_jax.sampling.commit.commit_rule import DrawnTokens, head_of, preferences, uniform
+from dlm_jax.sampling.commit.commit_rule import DrawnTokens, preferences, uniform
 from dlm_jax.sampling.draw import log_prob
-from dlm_jax.sampling.forward import forward, read_head_with_candidates
+from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.mask_step import draw_candidates
 from dlm_jax.sampling.noise import NoiseContext, NoiseRule
 from dlm_jax.sampling.positions import returned
@@ -25,7 +25,6 @@ from dlm_jax.sampling.remask import RENOISE_SALT, random_ids
 from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import (
     State,
-    chain_at,
     check_result,
     end_step,
     overwrite,
@@ -83,30 +82,23 @@ def step(program: Program, params: Params, state: State) -> State:
         logprob_N = jnp.where(chain.is_greedy(at), certain_N, log_prob(final_NV, ids_N))
         return final_NV, drawn._replace(ids_N=ids_N, logprob_N=logprob_N)
 
-    filled = draw_candidates(
+    filled, wrong_BL, extra_B = draw_candidates(
         program,
         params,
         state,
-        (output, visible_context(state, mask_id=mask_id), draw_key_B, None),
-        {
-            "is_open_BL": is_open_BL,
-            "is_seen_BL": is_seen_BL,
-            "preference_BL": noise_context.preference_BL,
-        },
-        step_chain,
-        current,
+        output,
+        visible_context(state, mask_id=mask_id),
+        scored=current,
+        key_B=draw_key_B,
+        is_open_BL=is_open_BL,
+        is_seen_BL=is_seen_BL,
+        preference_BL=noise_context.preference_BL,
     )
+    noise_context = noise_context._replace(wrong_BL=wrong_BL)
     proposal, is_finite_B = filled.proposal, filled.is_finite_B
     if "head:sampler" in rules.fill.needs:  # a joint draw
         is_same_BL = (proposal.tokens_BL == tokens_BL).astype(jnp.float32)
         proposal = proposal._replace(confidence_BL=is_same_BL)
-    if head := head_of(rule.needs):
-        wrong_BL, extra_B = read_head_with_candidates(
-            program, params, state, head, output, proposal.tokens_BL, is_open_BL
-        )
-        is_finite_B &= jnp.all(jnp.isfinite(wrong_BL) | ~is_open_BL, axis=1)
-        forwards_B += extra_B
-        noise_context = noise_context._replace(wrong_BL=wrong_BL)
 
     # Update: candidates, new noise and current tokens. The last step of a block leaves no MASK.
     before = with_position_leaves(rule, state.rule_state, filled.rule_state, num_positions)
@@ -120,7 +112,7 @@ def step(program: Program, params: Params, state: State) -> State:
     is_written_BL = is_open_BL & is_finite_B[:, None]
     is_taken_BL &= is_written_BL
     counters = Counters(
-        forwards=is_running_B * forwards_B,
+        forwards=is_running_B * (forwards_B + extra_B),
         positions=is_running_B * positions_B,
         filled=jnp.sum(is_open_BL, axis=1),
     ).plus(Counters(**filled.counts))
@@ -149,13 +141,6 @@ def step(program: Program, params: Params, state: State) -> State:
         mask_id=mask_id,
         eos_ids=program.eos_ids,
     )
-
-
-def step_chain(state: State) -> Chain:
-    """The chain with the parameters of the next step of each row: those of the block, which starts
-    from noise.
-    """
-    return chain_at(state.rules.chain, state.block.step_B, state.block.steps_B)
 
 
 def make_context(program: Program, state: State, key_B: jax.Array) -> NoiseContext:

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dlm_jax.sampling.draw import METHODS
+from dlm_jax.settings import require
 from dlm_jax.types import Network, Params
 
 
@@ -46,6 +48,15 @@ class Program:
     pad_id: int = 0
     space_id: int = -1
     num_traced: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.draw in METHODS,
+            "draw",
+            self.draw,
+            "is not a draw method",
+            f"use one of {', '.join(METHODS)}",
+        )
 
     def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
         """Wraps ``fn(params, rows)``, where `rows` is a pytree of rows, so that each device

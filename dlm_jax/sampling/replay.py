@@ -15,14 +15,13 @@ import numpy as np
 from dlm_jax import devices
 from dlm_jax.pytree import pytree
 from dlm_jax.sampling.forward import forward
-from dlm_jax.sampling.mask_step import step_chain
 from dlm_jax.sampling.positions import TrunkOutput, at_places
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import FillInput
 from dlm_jax.sampling.propose.wavefront import head_chunk
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import Rules
-from dlm_jax.sampling.state import State, start, step_keys, visible_context
+from dlm_jax.sampling.state import State, start, step_chain, step_keys, visible_context
 from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Params, Status
 
@@ -188,13 +187,45 @@ def joined(traces: Sequence[Trace]) -> Trace:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *even)
 
 
-def with_gradient(program: Program, params: Params, before: State, after: State) -> State:
+def with_gradient(
+    program: Program, params: Params, before: State, after: State, *, is_one_step: bool = False
+) -> State:
     """Makes the new log-probabilities in `after`, a state some steps after `before`, differentiable
     with respect to `params`. The values do not change. Without differentiation, nothing is
-    recomputed. Memory does not grow with the number of steps.
+    recomputed. Memory does not grow with the number of steps. With `is_one_step`, `after` is one
+    step after `before`, and only the arrays of this step are read.
     """
     records, old = after.records, before.records
     assert records is not None and old is not None, "the program is traced"
+    if is_one_step:
+        row_B, num_steps = jnp.arange(before.step_B.size), records.choice_BS.shape[1]
+        is_new_B = after.step_B > before.step_B
+        place_B = jnp.minimum(before.step_B, num_steps - 1)
+        now = jax.tree.map(lambda leaf: leaf[row_B, place_B], records)
+        one = _Step(
+            canvas_BL=now.canvas_BSL,
+            tokens_BL=now.tokens_BSL,
+            is_read_BL=(now.tokens_BSL >= 0) & is_new_B[:, None],
+            level_BL=now.level_BSL,
+            order_BL=before.committed_BL,
+            step_B=before.step_B,
+        )
+        first = before._replace(records=None, cache=None, rules=before.rules._replace(cache=None))
+
+        @jax.checkpoint
+        def score_step(params: Params, seen: tuple[State, _Step]) -> jax.Array:
+            return _of_step(program, params, *seen, one.canvas_BL.shape[1])
+
+        logprob_BL = _as_sampled(score_step, params, (first, one), now.logprob_BSL)
+        put_B = jnp.where(is_new_B, before.step_B, num_steps)
+
+        # The derivative of a scatter would save a mask of all steps.
+        @jax.checkpoint
+        def put(old_BSL: jax.Array, new_BL: jax.Array) -> jax.Array:
+            return old_BSL.at[row_B, put_B].set(new_BL, mode="drop", unique_indices=True)
+
+        logprob_BSL = put(old.logprob_BSL, logprob_BL)
+        return after._replace(records=records._replace(logprob_BSL=logprob_BSL))
     step_1S = jnp.arange(records.choice_BS.shape[1])[None]
     is_new_BS = (step_1S >= before.step_B[:, None]) & (step_1S < after.step_B[:, None])
 

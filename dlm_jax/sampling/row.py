@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dlm_jax.settings import (
     Rule,
@@ -43,6 +40,9 @@ class RowParams(Rule):
 
     In a block-causal model, blocks start at multiples of ``block_unit``. If ``block_unit`` is 0,
     the first block starts at the first unfrozen position.
+
+    `columns` and `pack` leave the seeds, uint32, and the capacities, int32, to the caller. A
+    capacity is the maximum number of live positions; only edits read it.
     """
 
     steps_B: jax.Array = per_row(STEPS)
@@ -91,15 +91,6 @@ class RowParams(Rule):
     block_unit: int = fact("block_length", 0)
     seed_B: Any = None
     capacity_B: Any = None
-
-    @classmethod
-    def columns(cls, rows: Sequence[Any], facts: Any) -> RowParams:
-        """The settings of the rows, and their attributes ``seed`` and ``capacity``, if any."""
-        seed_B, capacity_B = (
-            np.array([getattr(row, name, 0) for row in rows], dtype)
-            for name, dtype in (("seed", np.uint32), ("capacity", np.int32))
-        )
-        return replace(super().columns(rows, facts), seed_B=seed_B, capacity_B=capacity_B)
 
 
 ROW_SETTINGS = RowParams.settings()

@@ -470,9 +470,16 @@ def _slot_of(cls: type[Rule]) -> str:
     for name in (*required, *(n for n in dir(cls) if _is_abstract(getattr(cls, n)))):
         owner = next(c for c in cls.__mro__ if name in vars(c))
         raise ValueError(f"rule {cls.__name__} lacks {name}(), which {owner.__name__} requires")
-    for name in dir(cls) if slot in ("commit", "remask") else ():
-        if advice := moved_member(name):
+    ours = [c for c in cls.__mro__ if f"{c.__module__}.".startswith("dlm_jax.")]
+    for name in dir(cls):
+        is_old = not any(name in vars(c) for c in ours)
+        if is_old and (advice := moved_member(slot, name)):
             raise ValueError(f"rule {cls.__name__} defines {name}, {advice}")
+    if isinstance(rewrites := getattr(cls, "rewrites", None), bool):
+        raise ValueError(
+            f"rule {cls.__name__} has rewrites={rewrites}; use the largest number of steps that a "
+            "block without holes takes, or None for a rule that selects only holes"
+        )
     fields = [field.metadata for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     per_row = [meta["setting"] for meta in fields if "column" in meta]
     if slot == "transforms":

@@ -225,10 +225,22 @@ def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.
     return jax.vmap(one_row)(state.row.seed_B, state.step_B)
 
 
-def chain_at(chain: Chain, step_B: jax.Array, steps_B: jax.Array) -> Chain:
-    """The chain with the parameters of this step among `steps_B`."""
+def step_chain(state: State) -> Chain:
+    """The chain with the parameters of the next step of each row.
+
+    A schedule covers the allowed number of steps, or the number of unfrozen positions if that is
+    lower and written tokens do not change. With a noise rule it covers the block, which starts from
+    noise.
+    """
+    if isinstance(state.rules.commit, NoiseRule):
+        step_B, steps_B = state.block.step_B, state.block.steps_B
+    else:
+        free_B = jnp.sum(~state.canvas.frozen_BL, axis=1)
+        few_B = jnp.minimum(state.row.steps_B, jnp.maximum(free_B, 1))
+        steps_B = jnp.where(refines(state.rules, state.row), state.row.steps_B, few_B)
+        step_B = state.step_B
     share_B = step_B.astype(jnp.float32) / jnp.maximum(steps_B - 1, 1)
-    return chain.at_progress(jnp.minimum(share_B, 1.0))
+    return state.rules.chain.at_progress(jnp.minimum(share_B, 1.0))
 
 
 def overwrite(state: State, is_at_BL: jax.Array, new_BL: jax.Array | int, *, mask_id: int) -> State:

@@ -13,6 +13,7 @@ import dlm_jax
 from dlm_jax import MinP, Renoise, Setting, Temperature, Threshold, TopK, TopP, per_row, rule
 from dlm_jax.config import SamplingParams
 from dlm_jax.inference.request import make_requests
+from dlm_jax.sampling.positions import fold
 
 # It recommends a transform that a list of transforms leaves out.
 SAMPLE = SamplingParams(
@@ -56,6 +57,25 @@ class FromTheLeft(EveryOther):
         """Raises if the first position is given."""
         if not is_open[0]:
             raise ValueError("begin with a hole")
+
+
+@rule
+class Flat(dlm_jax.FillRule):
+    """Draws from half the logits."""
+
+    def propose(self, fill):
+        """A candidate at each open position."""
+        read = self.logits(fill, fill.tokens_BL, None)
+
+        def draw(out, places_N, is_real_N):
+            drawable_NV, _ = read(places_N, is_real_N)
+            return fill.draw(out, places_N, is_real_N, fill.logits(places_N), drawable_NV)
+
+        return fold(fill.is_read_BL, fill.chunk, draw, fill.start())
+
+    def logits(self, fill, tokens_BL, level_BL):
+        """Half the logits of the LM head."""
+        return lambda places_N, is_real_N: (0.5 * fill.logits(places_N), None)
 
 
 def _same(ours, theirs):
@@ -272,11 +292,59 @@ def test_a_function_of_logits_is_a_transform_and_takes_part_in_no_other_row():
         dlm_jax.generate(MODEL, ["The "], transforms=[short], **given)
 
 
-def test_a_member_that_moved_is_named_with_its_place():
-    @rule
-    class Old(EveryOther):
-        def log_chance(self, context, proposal, is_chosen_BL):
-            return 0.0
+def test_read_back_of_a_fill_of_ones_own_gives_the_distribution_of_its_draws():
+    settings = {"rules": [Flat], "fill": "flat", "seed": 3, "gen_length": 6, "steps": 3}
+    read = dlm_jax.generate(MODEL, ["The "], read_back=True, **settings).read_back[0]
+    traced = dlm_jax.generate(MODEL, ["The "], trace=True, **settings).trace.writings(0)
+    found = {
+        (r.place, r.token): r.candidates.logprobs[np.asarray(r.candidates.ids) == r.token][0]
+        for r in read
+    }
+    assert len(found) == 6
+    for writing in traced:
+        place = int(writing["position"]), int(writing["token"])
+        np.testing.assert_allclose(found[place], writing["logprob"], rtol=1e-4, atol=1e-6)
 
-    with pytest.raises(ValueError, match="rule Old defines log_chance, which is log_prob now"):
-        dlm_jax.generate(MODEL, ["The "], rules=[Old], order="old")
+
+class Noop(dlm_jax.LogitTransform):
+    """The same logits."""
+
+    noop_B: jnp.ndarray = per_row(Setting("noop", False, "nothing"))
+
+    def apply(self, prepared, logits_NV, at):
+        return logits_NV
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "place"),
+    [
+        (EveryOther, "log_chance", "log_prob"),
+        (EveryOther, "show_score", "score"),
+        (Flat, "sources", "logits"),
+        (Flat, "forwards", "FillOutput.counts"),
+        (Noop, "at_progress", "transforms.temperature.Moving"),
+        (Noop, "ignores_ids", "transforms.transform.Pointwise"),
+        (Noop, "reads_final_logprob", "update"),
+    ],
+)
+def test_a_member_that_moved_is_named_with_its_place(base, name, place):
+    old = rule(type("Old", (base,), {name: True, "__module__": __name__}))
+    with pytest.raises(ValueError, match=f"rule Old defines {name}, which is {place} now"):
+        dlm_jax.generate(MODEL, ["The "], rules=[old])
+
+
+def test_a_rule_that_rewrites_says_for_how_many_steps():
+    old = rule(type("Old", (EveryOther,), {"rewrites": True, "__module__": __name__}))
+    with pytest.raises(ValueError, match="rule Old has rewrites=True; use the largest number"):
+        dlm_jax.generate(MODEL, ["The "], rules=[old])
+
+
+def test_a_fill_that_counts_what_no_counter_has_is_refused():
+    def propose(self, fill):
+        out = Flat.propose(self, fill)
+        return out._replace(counts={"wave": jnp.ones(fill.length_B.shape, jnp.int32)})
+
+    odd = rule(type("Odd", (Flat,), {"propose": propose, "__module__": __name__}))
+    said = r"Odd.propose returned counts\['wave'\].* did you mean 'waves'"
+    with pytest.raises(ValueError, match=said):
+        dlm_jax.generate(MODEL, ["The "], rules=[odd], fill="odd")

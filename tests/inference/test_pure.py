@@ -177,6 +177,18 @@ def test_log_probabilities_have_the_derivatives_of_replay(sample):
     np.testing.assert_allclose(found["table"], wanted["table"], atol=1e-5)
 
 
+def test_the_derivative_of_a_step_saves_no_array_of_all_steps():
+    state = begun(SEEDS)
+
+    def own(params):
+        return tiny().step(params, state).records.logprob_BSL.sum()
+
+    shape = state.records.canvas_BSL.shape
+    saved = jax.eval_shape(lambda params: jax.vjp(own, params)[1], enumerable.PARAMS)
+    assert shape[1] > 1
+    assert shape not in [leaf.shape for leaf in jax.tree.leaves(saved)]
+
+
 @pytest.mark.slow
 def test_forward_mode_is_reverse_mode():
     direction = jax.tree.map(jnp.cos, enumerable.PARAMS)

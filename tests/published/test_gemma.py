@@ -24,7 +24,7 @@ from dlm_jax.model.transformer import build
 from dlm_jax.published.families import family_for
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.loop import start
-from dlm_jax.sampling.noise_step import step_chain
+from dlm_jax.sampling.state import step_chain
 from dlm_jax.training.run import prepare
 from dlm_jax.training.train_loop import run_loop
 

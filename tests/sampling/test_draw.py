@@ -9,6 +9,7 @@ import pytest
 import transform_cases as tc
 
 from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling.program import Program
 
 each_method = pytest.mark.parametrize("method", drawing.METHODS)
 SIZES = (1, 2, 40, 2503)
@@ -201,3 +202,8 @@ def test_the_largest_of_huge_logits_is_drawn_whatever_they_are_divided_by():
 def test_unknown_method_is_refused():
     with pytest.raises(ValueError, match="method='magic'"):
         drawing.draw(jnp.zeros((1, 2)), keys(0, 1), method="magic")
+
+
+def test_a_program_refuses_an_unknown_draw_method_by_the_name_of_its_field():
+    with pytest.raises(ValueError, match="draw='beam' is not a draw method; use one of inverse"):
+        Program(None, 0, chunk=1, draw="beam")

@@ -16,6 +16,7 @@ from oracles import near, samplers
 from dlm_jax.config import SamplingParams, resolve
 from dlm_jax.sampling import transforms as tf
 from dlm_jax.sampling.propose import Wavefront
+from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 
 BAD = [
@@ -235,3 +236,9 @@ def test_facts_are_named_so_that_none_stands_in_for_another():
     with pytest.raises(TypeError):
         ModelFacts(8, (0,), (1,), 2, None, True)  # type: ignore[misc]
     Wavefront.check_model(None, rule_cases.FACTS)
+
+
+def test_packed_rows_have_no_seed_of_their_own():
+    packed = RowParams.pack([SamplingParams()] * 2, ModelFacts(vocab_size=8))
+    assert packed.seed_B is None and packed.capacity_B is None
+    assert packed.steps_B.shape == (2,)

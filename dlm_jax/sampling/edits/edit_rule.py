@@ -89,7 +89,8 @@ class EditContext(NamedTuple):
       gain: ``(edits, is_real_KB) -> gain_KB``, the gain in nats of K trial edits per row, with a
         leading axis ``[K, ...]``, each made alone: the sum of the log-probabilities of all tokens
         in the edited text, each predicted from the whole text, minus the same sum for the current
-        text; -inf for trials that are not real. It takes K + 1 forward passes.
+        text; -inf for trials that are not real. It takes K + 1 forward passes, which the rule
+        reports in `Edits.forwards_B`.
     """
 
     tokens_BL: jax.Array

@@ -13,11 +13,12 @@ from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import DrawnTokens, Proposal
 from dlm_jax.sampling.draw import argmax, log_prob
 from dlm_jax.sampling.positions import TrunkOutput, at_places, chunk_size, fold, put, returned
+from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.chain import Chain, chain
 from dlm_jax.sampling.transforms.default_chain import chain_of, sample_logits
 from dlm_jax.sampling.transforms.transform import At, Context
-from dlm_jax.settings import Rule, require, rule
+from dlm_jax.settings import Rule, nearest, require, rule
 from dlm_jax.types import Network, Params, live_positions
 
 
@@ -39,7 +40,8 @@ class FillOutput(NamedTuple):
       entropy_BL: float32 entropy in nats of the clean logits of the head that the candidate was
         drawn from.
       level_BL: int32, order within the fill. A candidate depends on the candidates of lower levels.
-        This and the two fields above are None unless the step is traced.
+        None if all are of level 0; a step with a trace requires an array. The two fields above are
+        None unless the step is traced.
     """
 
     proposal: Proposal
@@ -187,7 +189,7 @@ class FillInput:
         logprob_N, score_N, rule_state_N = self.score_ids(
             clean_NV, ids_N, at, drawable_NV, final_NV
         )
-        is_fine_N = jnp.isfinite(logprob_N) & jnp.isfinite(final_logprob_N)
+        is_fine_N = jnp.isfinite(logprob_N) & (jnp.isfinite(final_logprob_N) | ~is_drawn_N)
         is_fine_N |= ~is_real_N
         total_BL, best_BL = out.total_BL, out.best_BL
         if total_BL is not None and drawable_NV is None:
@@ -309,6 +311,13 @@ def check_filled(rule: FillRule, filled: FillOutput, shape: tuple[int, ...]) -> 
     for name, value, kind in zip(Proposal._fields, filled.proposal, kinds, strict=True):
         returned(value, rule, f"propose(...).proposal.{name}", "B, L", shape, kind)
     returned(filled.is_finite_B, rule, "propose(...).is_finite_B", "B", shape[:1], bool)
+    for name, value in filled.counts.items():
+        if name not in Counters._fields:
+            raise ValueError(
+                f"{type(rule).__name__}.propose returned counts[{name!r}], which is no field of "
+                f"Counters; {nearest(name, Counters._fields)}"
+            )
+        returned(value, rule, f"propose(...).counts[{name!r}]", "B", shape[:1], jnp.int32)
     return filled
 
 

@@ -11,6 +11,9 @@ Testing a bound takes one pass over the vocabulary, and about fifteen passes suf
 chosen by false position on the logarithm of the mass above the ends of the bracket, or, where false
 position is unreliable, by bisection of float32 bit patterns. On CPU, testing several bounds per
 pass is not faster, because XLA loops over each accumulator separately.
+
+Where whole-row sorts are fast, the sorted largest values give the ends of a narrow bracket, which
+one pass measures. Both methods give exactly the same cut.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ _FEW = 128
 _NUM_MIDPOINT = 32
 _WIDE = 64.0
 _NUM_GUESSES = 18
+_NUM_LARGEST = 1024
 
 
 class _Search(NamedTuple):
@@ -61,7 +65,7 @@ def keeps_prefix(
     logits_NV: Logits,
     *,
     value: Elementwise,
-    weight: Elementwise,
+    weight: Elementwise | None,
     top_N: Array,
     mass_N: Array,
     count_N: Array,
@@ -72,14 +76,15 @@ def keeps_prefix(
       logits_NV: float32.
       value: elementwise function of a block of logits by which tokens are ordered, largest first;
         -inf for non-candidates.
-      weight: elementwise mass of a logit, at least 0.
+      weight: elementwise mass of a logit, at least 0; None for a mass of 1.
       top_N: float32 upper bound on all values.
       mass_N: strict upper bound on the mass before a kept token.
       count_N: float32, number of tokens to keep regardless of mass, at least 1.
     """
     if not isinstance(logits_NV, Resident) and logits_NV.shape[1] <= _FEW:
         seen_NV = vocab.flushed(logits_NV)
-        mass_NV, num_NV = _before_each(value(seen_NV), weight(seen_NV))
+        weight_NV = jnp.ones_like(seen_NV) if weight is None else weight(seen_NV)
+        mass_NV, num_NV = _before_each(value(seen_NV), weight_NV)
         is_kept_NV = (mass_NV < mass_N[:, None]) | (num_NV < count_N[:, None])
         return lambda block, ids: jnp.where(is_kept_NV, block, -jnp.inf)
     cut_N, last_id_N = _search(
@@ -119,7 +124,7 @@ def _search(
     logits_NV: Logits,
     *,
     value: Elementwise,
-    weight: Elementwise,
+    weight: Elementwise | None,
     top_N: Array,
     mass_N: Array,
     count_N: Array,
@@ -127,10 +132,16 @@ def _search(
     """Value at which the prefix ends, and the last id kept among ids with this value."""
     if isinstance(logits_NV, Resident):
         # Values and weights are computed once.
-        logits_NV = logits_NV.stored(
-            lambda block: value(vocab.flushed(block)), lambda block: weight(vocab.flushed(block))
-        )
-        value, weight = (lambda pair: pair[0]), (lambda pair: pair[1])
+        of_value, of_weight = value, weight
+        if of_weight is None:
+            logits_NV = logits_NV.stored(lambda block: of_value(vocab.flushed(block)))
+            value = lambda block: block  # noqa: E731
+        else:
+            logits_NV = logits_NV.stored(
+                lambda block: of_value(vocab.flushed(block)),
+                lambda block: of_weight(vocab.flushed(block)),
+            )
+            value, weight = (lambda pair: pair[0]), (lambda pair: pair[1])
     else:
         logits_NV = vocab.flushed(logits_NV)
     V = logits_NV.shape[1]
@@ -143,16 +154,23 @@ def _search(
     streak_N = jnp.zeros(count_N.shape, jnp.int32)
     search = _Search(low_N, high_N, unknown_N, zero_N, unknown_N, zero_N, streak_N, jnp.int32(0))
 
-    def narrow(s: _Search) -> _Search:
-        key_N = _next_bound(s, mass_N)
-        bound_N1 = _float(key_N)[:, None]
-        mass_above_N, count_above_N = vocab.sums(
-            logits_NV,
-            lambda block, ids: jnp.where(value(block) > bound_N1, weight(block), 0.0),
-            lambda block, ids: jnp.where(value(block) > bound_N1, 1.0, 0.0),
-        )
+    def measure(s: _Search, *keys: Array) -> _Search:
+        """The bracket after a pass that tests one or more bounds."""
+        terms: list[Callable[[Any, Array], Array]] = []
+        for key_N in keys:
+            bound_N1 = _float(key_N)[:, None]
+            terms.append(lambda x, _, b=bound_N1: jnp.where(value(x) > b, 1.0, 0.0))
+            if weight is not None:
+                terms.append(lambda x, _, b=bound_N1, w=weight: jnp.where(value(x) > b, w(x), 0.0))
+        above = vocab.sums(logits_NV, *terms)
+        each = len(above) // len(keys)  # the count alone, or the count and the mass
+        for place, key_N in enumerate(keys):
+            s = tested(s, key_N, above[place * each], above[place * each + each - 1])
+        return s
+
+    def tested(s: _Search, key_N: Array, count_above_N: Array, mass_above_N: Array) -> _Search:
         is_inside_N = (mass_above_N < mass_N) | (count_above_N < count_N)
-        is_open_N = s.is_open()
+        is_open_N = s.is_open() & (key_N > s.low_N) & (key_N < s.high_N)
         lifts_N, lowers_N = is_open_N & ~is_inside_N, is_open_N & is_inside_N
         return _Search(
             jnp.where(lifts_N, key_N, s.low_N),
@@ -164,6 +182,12 @@ def _search(
             jnp.where(is_inside_N, jnp.maximum(s.streak_N, 0) + 1, jnp.minimum(s.streak_N, 0) - 1),
             s.turn + 1,
         )
+
+    if vocab.sorts_whole_rows() and not isinstance(logits_NV, Resident):
+        search = measure(search, *_expected_keys(logits_NV, value, weight, mass_N, count_N))
+
+    def narrow(s: _Search) -> _Search:
+        return measure(s, _next_bound(s, mass_N))
 
     s = jax.lax.while_loop(lambda s: s.is_open().any(), narrow, search)
     # The bracket contains one token, or several tokens with equal values.
@@ -178,6 +202,9 @@ def _search(
 
     def last_tie() -> Array:
         """The last of the ids with the value at the cut that are kept."""
+        if vocab.sorts_whole_rows() and not isinstance(logits_NV, Resident):
+            upto_NV = jnp.cumsum(value(logits_NV) == value_N[:, None], axis=1, dtype=jnp.int32)
+            return jnp.where(is_split_N, (upto_NV < num_N[:, None]).sum(-1, dtype=jnp.int32), V)
 
         def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
             low_N, high_N = bounds
@@ -200,6 +227,28 @@ def _search(
     last_N = jax.lax.cond(is_split_N.any(), last_tie, lambda: none_N)
     cut_N = jnp.where(s.high_N == all_key, -jnp.inf, value_N)
     return cut_N, jnp.where(is_single_N, -1, last_N)
+
+
+def _expected_keys(
+    logits_NV: Array,
+    value: Elementwise,
+    weight: Elementwise | None,
+    mass_N: Array,
+    count_N: Array,
+) -> tuple[Array, Array]:
+    """The keys of the largest value after the prefix and of the smallest value in it, from the
+    largest values only. Their masses are summed in another order than in a pass.
+    """
+    size = min(_NUM_LARGEST, logits_NV.shape[1])
+    value_NK, ids_NK = jax.lax.top_k(value(logits_NV), size)
+    is_inside_NK = jnp.arange(size, dtype=jnp.float32)[None] < count_N[:, None]
+    if weight is not None:
+        weight_NK = weight(jnp.take_along_axis(logits_NV, ids_NK, axis=1))
+        is_inside_NK |= jnp.cumsum(weight_NK, axis=1) - weight_NK < mass_N[:, None]
+    num_N1 = jnp.clip(is_inside_NK.sum(-1, keepdims=True), 1, size)
+    ends_N2 = jnp.concatenate([jnp.minimum(num_N1, size - 1), num_N1 - 1], axis=1)
+    key_N2 = ordered(vocab.flushed(jnp.take_along_axis(value_NK, ends_N2, axis=1)))
+    return key_N2[:, 0], key_N2[:, 1]
 
 
 def _next_bound(s: _Search, mass_N: Array) -> Array:
@@ -464,8 +513,8 @@ def _by_count(logits_NV: Logits, count_N: Array) -> dict[str, Any]:
     """The arguments of `keeps_prefix` for the largest logits, each with mass 1."""
     count_N = count_N.astype(jnp.float32)
     top_N = vocab.maximum(vocab.stopped(logits_NV))
-    same: Any = {"value": lambda block: block, "weight": jnp.ones_like}
-    return {**same, "top_N": top_N, "mass_N": count_N, "count_N": count_N}
+    bounds = {"top_N": top_N, "mass_N": count_N, "count_N": count_N}
+    return {"value": lambda block: block, "weight": None, **bounds}
 
 
 def keep_above(logits_NV: Logits, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Change:

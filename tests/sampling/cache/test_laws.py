@@ -21,7 +21,7 @@ from dlm_jax.model import cached
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import CurrentBlock
 from dlm_jax.sampling.forward import with_cache
-from dlm_jax.sampling.kv_cache import CacheWindow, Dual, Prefix
+from dlm_jax.sampling.kv_cache import CacheWindow, Dual, Exact, Prefix
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
@@ -76,21 +76,23 @@ def _state(kind, rows, *, is_guided=False, **settings):
     """The state before the first step; None is an idle slot."""
     tokens_BL = np.full((len(rows), POSITIONS), toy.PAD, np.int32)
     length_B = np.zeros(len(rows), np.int32)
-    samples, keyed = [], []
+    samples, seeds = [], []
     for slot, row in enumerate(rows):
         row = dict(row) if row else {"tokens": [], "steps": 1, "seed": 0}
         tokens = row.pop("tokens")
         tokens_BL[slot, : len(tokens)], length_B[slot] = tokens, len(tokens)
-        seed = row.pop("seed")
+        seeds.append(row.pop("seed"))
         samples.append(SamplingParams(**settings | row))
-        keyed.append(type("Row", (), {**vars(samples[-1]), "seed": seed, "capacity": 0}))
     model = _network(kind)[0]
     facts = ModelFacts(
         vocab_size=toy.VOCAB_SIZE, banned_ids=toy.BANNED, eos_ids=(toy.EOS,), has_cache=True,
         is_causal=kind == "causal", block_length=model.block_length,
     )  # fmt: skip
+    row_params = dataclasses.replace(
+        RowParams.pack(samples, facts), seed_B=jnp.array(seeds, jnp.uint32)
+    )
     state = start(
-        jnp.asarray(tokens_BL), jnp.asarray(length_B), RowParams.pack(keyed, facts),
+        jnp.asarray(tokens_BL), jnp.asarray(length_B), row_params,
         BUILT_IN.pack(samples, facts), mask_id=toy.MASK,
     )  # fmt: skip
     program = canvases.program(model, is_guided=is_guided)
@@ -354,3 +356,9 @@ def test_what_is_kept_is_put_down_where_it_lies_and_no_logits_are():
     assert not [line for line in text.splitlines() if moved.search(line)]
     # 2 depth B L G K numbers of four bytes
     assert sum(leaf.nbytes for leaf in kept) == 2 * 2 * ROWS * POSITIONS * 2 * 8 * 4
+
+
+def test_an_exact_cache_refuses_blocks_of_one_position_of_a_model_that_is_not_causal():
+    facts = ModelFacts(vocab_size=8, has_cache=True, block_length=1)
+    with pytest.raises(ValueError, match="cache='exact' does not support .* blocks of 1"):
+        Exact.check_model(SamplingParams(), facts)

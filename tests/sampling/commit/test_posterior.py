@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from types import SimpleNamespace
 
 import enumerable
 import jax
@@ -50,8 +49,7 @@ def written(
     sample = SamplingParams(
         **{"order": "posterior", "ignore_eos": True, "chain": ("temperature",)} | settings
     )
-    one = SimpleNamespace(**vars(sample), seed=0, capacity=0)
-    packed = RowParams.pack([one], facts), BUILT_IN.pack([sample], facts)
+    packed = RowParams.pack([sample], facts), BUILT_IN.pack([sample], facts)
     row, rules = jax.tree.map(lambda x: jnp.broadcast_to(x, (ROWS, *x.shape[1:])), packed)
     state = start(
         jnp.tile(jnp.array([canvas], jnp.int32), (ROWS, 1)),

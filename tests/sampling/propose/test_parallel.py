@@ -17,6 +17,7 @@ from dlm_jax.sampling.mask_step import step
 from dlm_jax.sampling.positions import TrunkOutput, chunk_size
 from dlm_jax.sampling.propose import FillInput, Parallel
 from dlm_jax.sampling.transforms import At, Context
+from dlm_jax.settings import Setting, per_row, rule
 from dlm_jax.types import Network
 
 ROWS, POSITIONS = 3, 7
@@ -289,3 +290,35 @@ def test_the_likeliest_other_token_is_unknown_where_the_row_cannot_write_it():
         best = logits[row].argmax(-1).tolist()
         assert found[row].tolist() == [-1 if id_ in banned else id_ for id_ in best]
     assert (found[0] % 2 == 0).any() and (found[1:] >= 0).any() and (found[1:] < 0).any()
+
+
+def test_a_row_whose_tokens_are_only_scored_does_not_end_because_of_the_draws_of_others():
+    @rule
+    class OnlyReal(tf.LogitTransform):
+        is_on_B: jax.Array = per_row(Setting("only_real", False, "leaves NaN at padding"))
+
+        def apply(self, prepared, logits_NV, at):
+            return jnp.where(at.is_real_N[:, None], logits_NV, jnp.nan)
+
+    hidden_BLD, _ = _example()
+    is_open_BL = jnp.zeros((ROWS, POSITIONS), bool).at[1:].set(True)
+    chain = tf.chain(OnlyReal(jnp.ones(ROWS, bool)), tf.Temperature(jnp.array(TEMPERATURES)))
+    context = _context(is_open_BL)
+    out = Parallel().propose(
+        FillInput(
+            network=NETWORK,
+            params=PARAMS,
+            output=TrunkOutput(hidden_BLD),
+            chunk=8,
+            tokens_BL=context.tokens_BL,
+            length_B=context.length_B,
+            is_open_BL=is_open_BL,
+            is_seen_BL=context.is_visible_BL,
+            chain=chain,
+            prepared=chain.prepare(chain.init(ROWS), context),
+            key_B=_keys(),
+            own_BL=jnp.where(is_open_BL, -1, 1),
+            keeps_final_logprob=True,
+        )
+    )
+    assert np.asarray(out.is_finite_B).all()

@@ -10,7 +10,7 @@ import toy
 from canvases import ROWS, Row, holes
 from oracles.rules import annealed_temperature
 
-from dlm_jax.sampling.mask_step import step_chain
+from dlm_jax.sampling.state import step_chain
 from dlm_jax.sampling.transforms import DynamicTemperature, Temperature, chain
 
 

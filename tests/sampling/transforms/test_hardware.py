@@ -12,7 +12,7 @@ import transform_cases as tc
 
 from dlm_jax.sampling import transforms as tf
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms import resident
+from dlm_jax.sampling.transforms import resident, truncate
 from dlm_jax.sampling.transforms.chain import run_all
 
 SIZE = 6007  # several blocks of columns with a narrower last one
@@ -34,6 +34,30 @@ def test_the_largest_are_the_same_either_way(fn, monkeypatch):
     for seed, kind in enumerate(tc.KINDS):
         x = tc.logits(kind, seed, (tc.NUM_POSITIONS, SIZE))
         jax.tree.map(np.testing.assert_array_equal, sorting(x), plain(x))
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "typical_p"])
+def test_truncations_keep_the_same_tokens_either_way(name, monkeypatch):
+    count_N = jnp.asarray([1, 70, 700, 3000, SIZE] * tc.NUM_POSITIONS)[: tc.NUM_POSITIONS]
+    rows = jnp.linspace(0.05, 1.0, tc.NUM_ROWS), jnp.full(tc.NUM_ROWS, 2)
+    keep = {
+        "top_k": lambda x, at: truncate.keep_largest(x, count_N)(x, jnp.arange(SIZE)[None]),
+        "top_p": lambda x, at: tf.TopP(*rows, jnp.zeros(tc.NUM_ROWS)).apply((), x, at),
+        "typical_p": lambda x, at: tf.TypicalP(*rows).apply((), x, at),
+    }[name]
+    forms = []
+    for sorts in (False, True):
+        monkeypatch.setattr(vocab, "sorts_whole_rows", lambda sorts=sorts: sorts)
+        shape = jax.ShapeDtypeStruct((tc.NUM_POSITIONS, SIZE), jnp.float32)
+        lowered = jax.jit(lambda x, at: keep(x, at)).lower(shape, jax.eval_shape(tc.at))
+        forms.append(lowered.compile())
+    plain, sorting = forms
+    assert plain.as_text() != sorting.as_text()
+    for seed, kind in enumerate(tc.KINDS):
+        x = tc.logits(kind, seed, (tc.NUM_POSITIONS, SIZE))
+        for logits_NV in (x, x.astype(jnp.bfloat16).astype(jnp.float32)):  # with ties
+            place = tc.at(seed)
+            np.testing.assert_array_equal(sorting(logits_NV, place), plain(logits_NV, place), kind)
 
 
 @pytest.mark.slow
