@@ -166,9 +166,12 @@ class Engine:
         self._prefix_mib = prefix_mib
         self._prefixes = _prefixes(model, prefix_mib, self._rows)
         self._scheduler = Scheduler(
-            self._loop, max_programs=max_programs, num_processes=self.share[1]
+            self._loop,
+            max_programs=max_programs,
+            num_processes=self.share[1],
+            keeps_reserved=self._is_together,
         )
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._queues: dict[Static, list[Queue]] = {}
         self._max_queues = _QUEUES_PER_PROGRAM * max_programs
         self._batch_size, self.sizes = batch_size, sorted(sizes)
@@ -221,7 +224,14 @@ class Engine:
         is_watched: bool = False,
         every_block: bool = False,
     ) -> Iterator[list[Row]]:
-        """Yields the rows of each call of `step`, as `run` does one by one."""
+        """Yields the rows of each call of `step`, as `run` does one by one.
+
+        Args:
+          requests: as in `run`.
+          num_steps: as in `step`.
+          is_watched: as in `run`.
+          every_block: whether a watched row is only yielded after each finished block.
+        """
         coming, has_more = iter(requests), True
         while True:
             if has_more:
@@ -252,10 +262,6 @@ class Engine:
     def is_busy(self) -> bool:
         """True if any process has an unfinished request."""
         return bool(self._entries) or self._scheduler.is_busy
-
-    @property
-    def has_room(self) -> bool:
-        return self._max_waiting is None or self.num_waiting < self._max_waiting
 
     @property
     def num_waiting(self) -> int:
@@ -382,15 +388,29 @@ class Engine:
             it, or its number is too small.
           EngineFullError: the queue is full.
         """
-        watched = {"is_watched": is_watched, "every_block": every_block}
-        return self._submit(request, is_limited=True, priority=priority, **watched)
+        return self._submit(
+            request,
+            is_limited=True,
+            priority=priority,
+            is_watched=is_watched,
+            every_block=every_block,
+        )
 
-    def _submit(self, request: Request, *, is_limited: bool = False, **how: Any) -> int:
-        """Queues a request; `how` are attributes of its `Entry`."""
+    def _submit(
+        self,
+        request: Request,
+        *,
+        is_watched: bool,
+        every_block: bool,
+        priority: int = 0,
+        is_limited: bool = False,
+    ) -> int:
+        """Queues a request, also in a full queue unless `is_limited`."""
         check_canvas(request, self.model.facts, mask_id=self.model.tokenizer.mask_id)
         with self._lock:
             self._check_open()
-            if is_limited and not self.has_room:
+            is_full = self._max_waiting is not None and self.num_waiting >= self._max_waiting
+            if is_limited and is_full:
                 raise EngineFullError(
                     f"max_waiting={self._max_waiting} requests are waiting; retry when some have "
                     "started"
@@ -401,7 +421,13 @@ class Engine:
                     "number", number, "is already used", f"use at least {self._next_number}"
                 )
             queue = self._queue_of(request)
-            self._entries[number] = entry = Entry(number=number, request=request, **how)
+            self._entries[number] = entry = Entry(
+                number=number,
+                request=request,
+                priority=priority,
+                is_watched=is_watched,
+                every_block=every_block,
+            )
             self._next_number = number + 1
             queue.push(entry)
             self._scheduler.enter(queue)
@@ -460,7 +486,8 @@ class Engine:
                 continue
             try:
                 (row,) = entry.queue.slots.rows([entry])
-                rows.append(dataclasses.replace(row, status=Status.CANCELLED))
+                row = dataclasses.replace(row, status=Status.CANCELLED)
+                rows.append(_relative(entry, row))
             except Exception as error:  # all rows in the slots of the queue are lost
                 rows.append(self._unstarted(entry, Status.FAILED, error))
             entry.queue.evict(entry)
@@ -568,7 +595,7 @@ class Engine:
 
     def report(self) -> Report:
         with self._lock:
-            queues = list(self.queues)
+            queues = self.queues
             return dataclasses.replace(
                 self._report,
                 waiting=sum(queue.num_waiting for queue in queues),
@@ -594,9 +621,10 @@ class Engine:
             self._cancelled.clear()
 
     @property
-    def queues(self) -> Iterator[Queue]:
+    def queues(self) -> list[Queue]:
         """All queues, including those without work."""
-        return (queue for queues in self._queues.values() for queue in queues)
+        with self._lock:
+            return [queue for queues in self._queues.values() for queue in queues]
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -697,9 +725,18 @@ def _label(num_slots: int, bucket: Bucket) -> str:
     return f"rows={num_slots} canvas={bucket.canvas}{' host' * bucket.static.needs_host}"
 
 
+def _relative(entry: Entry, row: Row) -> Row:
+    """Returns a running row with `origin` relative to the canvas shown last."""
+    if row.origin is not None and row.steps == entry.steps:
+        # The loop has not been called since, so that `entry.origin` includes its last call.
+        row = dataclasses.replace(row, origin=np.arange(row.origin.size, dtype=row.origin.dtype))
+    return since_shown(row, entry.origin)
+
+
 def _shown(entry: Entry, row: Row) -> Row | None:
     """Returns a row with `origin` relative to the canvas shown last; None if it is not shown."""
-    row = since_shown(row, entry.origin)
+    row = _relative(entry, row)
+    entry.steps = row.steps
     is_due = not entry.every_block or row.block != entry.block
     entry.origin, entry.block = None if is_due else row.origin, row.block
     return row if is_due else None
