@@ -15,7 +15,6 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncGenerator, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +46,8 @@ _LOGGER = logging.getLogger(__name__)
 STEPS_PER_CALL = 8
 _IDLE_SHARE = 16
 _QUEUES_PER_PROGRAM = 4
+_SECONDS_PER_CHECK = 0.5
+"""How often an idle `AsyncEngine` checks whether its event loop has ended."""
 
 
 class EngineFullError(ValueError):
@@ -742,6 +743,12 @@ def _shown(entry: Entry, row: Row) -> Row | None:
     return row if is_due else None
 
 
+def _has_ended(loop: asyncio.AbstractEventLoop, owner: threading.Thread) -> bool:
+    """True if an event loop is closed, or ends with the process, which waits for other threads."""
+    is_alive = threading.main_thread().is_alive() or (loop.is_running() and not owner.daemon)
+    return loop.is_closed() or not is_alive
+
+
 def _first(candidates: Candidates) -> int:
     """A host sampler that selects the most likely candidate."""
     return int(candidates.ids[0])
@@ -778,23 +785,27 @@ class AsyncEngine:
         if steps_per_call < 1:
             raise SettingError("steps_per_call", steps_per_call, "must be at least 1")
         self.engine, self._steps_per_call = engine, steps_per_call
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="engine")
         self._is_compiling = self._is_closing = False
         self._callers: dict[int, asyncio.Queue[Row | Exception]] = {}
         self._work, self._room = threading.Event(), asyncio.Event()
-        self._driver: asyncio.Future[None] | None = None
+        # Not daemons, which JAX would abort at the end of the process, nor of a pool, which would
+        # keep the process while the engine is open.
+        self._driver: threading.Thread | None = None
+        self._compiler: threading.Thread | None = None
+        self._error: Exception | None = None
 
     @property
     def is_running(self) -> bool:
         """True while requests can run: the context is entered, and the engine is not closed and has
         not failed.
         """
-        return self._driver is not None and not self._driver.done()
+        return self._driver is not None and self._driver.is_alive()
 
     async def __aenter__(self) -> AsyncEngine:
-        loop = asyncio.get_running_loop()
         self._room.set()
-        self._driver = loop.run_in_executor(self._threads, self._run, loop)
+        arguments = asyncio.get_running_loop(), threading.current_thread()
+        self._driver = threading.Thread(target=self._run, args=arguments, name="engine")
+        self._driver.start()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -832,12 +843,20 @@ class AsyncEngine:
         self._is_closing = True
         self._work.set()
         try:
-            if self._driver is not None:
-                await self._driver
+            await asyncio.to_thread(self._join)
         finally:
-            await asyncio.to_thread(self._threads.shutdown)
+            await asyncio.to_thread(self._join)  # also if the caller is cancelled
             self.engine.close()
             self._fail(ValueError("the engine is closed; create a new one"))
+        if self._error is not None:
+            raise self._error
+
+    def _join(self) -> None:
+        """Waits for the threads. Only the first one starts the second one."""
+        if self._driver is not None:
+            self._driver.join()
+        if self._compiler is not None:
+            self._compiler.join()
 
     async def _rows(self, request: Request, **how: Any) -> AsyncGenerator[Row, None]:
         """Yields the rows of a request. The request is cancelled if the caller stops before it
@@ -868,30 +887,38 @@ class AsyncEngine:
                     self.engine.cancel(number)
                 self._work.set()
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs the engine and passes rows to their callers, until the engine is closed.
+    def _run(self, loop: asyncio.AbstractEventLoop, owner: threading.Thread) -> None:
+        """Runs the engine and passes rows to their callers, until the engine is closed or the event
+        loop has ended, which runs in the thread `owner`.
 
         Programs are compiled in another thread, unless all processes must compile together.
         """
         engine, compiles = self.engine, self.engine.share[1] > 1
         try:
             while True:
-                self._work.clear()
+                if _has_ended(loop, owner):
+                    self._is_closing = True
                 if engine.needs_program and not self._is_compiling and not self._is_closing:
                     self._is_compiling = True
-                    self._threads.submit(self._compile)
-                if not self._is_closing and (not engine.is_busy or engine.is_waiting):
-                    self._work.wait()
+                    self._compiler = threading.Thread(target=self._compile, name="compiler")
+                    self._compiler.start()
+                is_idle = not engine.is_busy or engine.is_waiting
+                if is_idle and not self._is_closing and not self._work.wait(_SECONDS_PER_CHECK):
+                    continue
+                # What was submitted before the event was set is seen by the next step, and an event
+                # that is set from here on ends the next wait.
+                self._work.clear()
                 if self._is_closing:
                     return
                 rows = engine.step(self._steps_per_call, compiles=compiles)
                 if rows or not self._room.is_set():
                     loop.call_soon_threadsafe(self._deliver, rows)
         except Exception as error:
-            _LOGGER.exception("the engine has failed")
             self._is_closing = True
-            loop.call_soon_threadsafe(self._fail, error)
-            raise
+            if not loop.is_closed():
+                _LOGGER.exception("the engine has failed")
+                self._error = error
+                loop.call_soon_threadsafe(self._fail, error)
 
     def _deliver(self, rows: Sequence[Row]) -> None:
         for row in rows:
