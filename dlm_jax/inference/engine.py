@@ -561,6 +561,8 @@ class Engine:
         known = len(loop.compiled)
         self.compiling = "" if loop.steps.has_run else _label(slots.num_slots, queue.bucket)
         entries, taken_B, counted = slots.advance(queue.running, num_steps, num_ends)
+        for entry in queue.running.values():
+            entry.has_run = True
         self.compiling = ""
         self._compiled += loop.compiled[known:]
         rows = slots.rows(entries)
@@ -728,7 +730,7 @@ def _label(num_slots: int, bucket: Bucket) -> str:
 
 def _relative(entry: Entry, row: Row) -> Row:
     """Returns a running row with `origin` relative to the canvas shown last."""
-    if row.origin is not None and row.steps == entry.steps:
+    if row.origin is not None and not entry.has_run:
         # The loop has not been called since, so that `entry.origin` includes its last call.
         row = dataclasses.replace(row, origin=np.arange(row.origin.size, dtype=row.origin.dtype))
     return since_shown(row, entry.origin)
@@ -737,7 +739,7 @@ def _relative(entry: Entry, row: Row) -> Row:
 def _shown(entry: Entry, row: Row) -> Row | None:
     """Returns a row with `origin` relative to the canvas shown last; None if it is not shown."""
     row = _relative(entry, row)
-    entry.steps = row.steps
+    entry.has_run = False
     is_due = not entry.every_block or row.block != entry.block
     entry.origin, entry.block = None if is_due else row.origin, row.block
     return row if is_due else None

@@ -33,11 +33,11 @@ class Entry:
     is_cancelled: bool = False
     read_back: list[Any] = field(default_factory=list)
     error: Exception | None = None
-    # `Row.origin` since the canvas that was shown last (None if that was now), its block, and the
-    # steps of the row at that time.
+    # `Row.origin` since the canvas that was shown last (None if that was now), its block, and
+    # whether the loop has been called since.
     origin: Any = None
     block: int = -1
-    steps: int = -1
+    has_run: bool = False
 
     @property
     def waited(self) -> float:
