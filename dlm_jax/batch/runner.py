@@ -289,6 +289,8 @@ def _planned(
         # Requests that share a settings object also share the shortened one, which is kept with it,
         # because the id of an object that is gone can return.
         sample = request.sample
+        if sample.structure:  # may hold a large automaton
+            return replace(request, sample=with_chain_in_use(sample, chains))
         if id(sample) not in recent:
             recent[id(sample)] = sample, with_chain_in_use(sample, chains)
         return replace(request, sample=recent[id(sample)][1])

@@ -15,7 +15,6 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncGenerator, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +46,8 @@ _LOGGER = logging.getLogger(__name__)
 STEPS_PER_CALL = 8
 _IDLE_SHARE = 16
 _QUEUES_PER_PROGRAM = 4
+_SECONDS_PER_CHECK = 0.5
+"""How often an idle `AsyncEngine` checks whether its event loop has ended."""
 
 
 class EngineFullError(ValueError):
@@ -166,9 +167,12 @@ class Engine:
         self._prefix_mib = prefix_mib
         self._prefixes = _prefixes(model, prefix_mib, self._rows)
         self._scheduler = Scheduler(
-            self._loop, max_programs=max_programs, num_processes=self.share[1]
+            self._loop,
+            max_programs=max_programs,
+            num_processes=self.share[1],
+            keeps_reserved=self._is_together,
         )
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._queues: dict[Static, list[Queue]] = {}
         self._max_queues = _QUEUES_PER_PROGRAM * max_programs
         self._batch_size, self.sizes = batch_size, sorted(sizes)
@@ -221,7 +225,14 @@ class Engine:
         is_watched: bool = False,
         every_block: bool = False,
     ) -> Iterator[list[Row]]:
-        """Yields the rows of each call of `step`, as `run` does one by one."""
+        """Yields the rows of each call of `step`, as `run` does one by one.
+
+        Args:
+          requests: as in `run`.
+          num_steps: as in `step`.
+          is_watched: as in `run`.
+          every_block: whether a watched row is only yielded after each finished block.
+        """
         coming, has_more = iter(requests), True
         while True:
             if has_more:
@@ -252,10 +263,6 @@ class Engine:
     def is_busy(self) -> bool:
         """True if any process has an unfinished request."""
         return bool(self._entries) or self._scheduler.is_busy
-
-    @property
-    def has_room(self) -> bool:
-        return self._max_waiting is None or self.num_waiting < self._max_waiting
 
     @property
     def num_waiting(self) -> int:
@@ -382,15 +389,29 @@ class Engine:
             it, or its number is too small.
           EngineFullError: the queue is full.
         """
-        watched = {"is_watched": is_watched, "every_block": every_block}
-        return self._submit(request, is_limited=True, priority=priority, **watched)
+        return self._submit(
+            request,
+            is_limited=True,
+            priority=priority,
+            is_watched=is_watched,
+            every_block=every_block,
+        )
 
-    def _submit(self, request: Request, *, is_limited: bool = False, **how: Any) -> int:
-        """Queues a request; `how` are attributes of its `Entry`."""
+    def _submit(
+        self,
+        request: Request,
+        *,
+        is_watched: bool,
+        every_block: bool,
+        priority: int = 0,
+        is_limited: bool = False,
+    ) -> int:
+        """Queues a request, also in a full queue unless `is_limited`."""
         check_canvas(request, self.model.facts, mask_id=self.model.tokenizer.mask_id)
         with self._lock:
             self._check_open()
-            if is_limited and not self.has_room:
+            is_full = self._max_waiting is not None and self.num_waiting >= self._max_waiting
+            if is_limited and is_full:
                 raise EngineFullError(
                     f"max_waiting={self._max_waiting} requests are waiting; retry when some have "
                     "started"
@@ -401,7 +422,13 @@ class Engine:
                     "number", number, "is already used", f"use at least {self._next_number}"
                 )
             queue = self._queue_of(request)
-            self._entries[number] = entry = Entry(number=number, request=request, **how)
+            self._entries[number] = entry = Entry(
+                number=number,
+                request=request,
+                priority=priority,
+                is_watched=is_watched,
+                every_block=every_block,
+            )
             self._next_number = number + 1
             queue.push(entry)
             self._scheduler.enter(queue)
@@ -460,7 +487,8 @@ class Engine:
                 continue
             try:
                 (row,) = entry.queue.slots.rows([entry])
-                rows.append(dataclasses.replace(row, status=Status.CANCELLED))
+                row = dataclasses.replace(row, status=Status.CANCELLED)
+                rows.append(_relative(entry, row))
             except Exception as error:  # all rows in the slots of the queue are lost
                 rows.append(self._unstarted(entry, Status.FAILED, error))
             entry.queue.evict(entry)
@@ -533,6 +561,8 @@ class Engine:
         known = len(loop.compiled)
         self.compiling = "" if loop.steps.has_run else _label(slots.num_slots, queue.bucket)
         entries, taken_B, counted = slots.advance(queue.running, num_steps, num_ends)
+        for entry in queue.running.values():
+            entry.has_run = True
         self.compiling = ""
         self._compiled += loop.compiled[known:]
         rows = slots.rows(entries)
@@ -568,7 +598,7 @@ class Engine:
 
     def report(self) -> Report:
         with self._lock:
-            queues = list(self.queues)
+            queues = self.queues
             return dataclasses.replace(
                 self._report,
                 waiting=sum(queue.num_waiting for queue in queues),
@@ -594,9 +624,10 @@ class Engine:
             self._cancelled.clear()
 
     @property
-    def queues(self) -> Iterator[Queue]:
+    def queues(self) -> list[Queue]:
         """All queues, including those without work."""
-        return (queue for queues in self._queues.values() for queue in queues)
+        with self._lock:
+            return [queue for queues in self._queues.values() for queue in queues]
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -697,12 +728,27 @@ def _label(num_slots: int, bucket: Bucket) -> str:
     return f"rows={num_slots} canvas={bucket.canvas}{' host' * bucket.static.needs_host}"
 
 
+def _relative(entry: Entry, row: Row) -> Row:
+    """Returns a running row with `origin` relative to the canvas shown last."""
+    if row.origin is not None and not entry.has_run:
+        # The loop has not been called since, so that `entry.origin` includes its last call.
+        row = dataclasses.replace(row, origin=np.arange(row.origin.size, dtype=row.origin.dtype))
+    return since_shown(row, entry.origin)
+
+
 def _shown(entry: Entry, row: Row) -> Row | None:
     """Returns a row with `origin` relative to the canvas shown last; None if it is not shown."""
-    row = since_shown(row, entry.origin)
+    row = _relative(entry, row)
+    entry.has_run = False
     is_due = not entry.every_block or row.block != entry.block
     entry.origin, entry.block = None if is_due else row.origin, row.block
     return row if is_due else None
+
+
+def _has_ended(loop: asyncio.AbstractEventLoop, owner: threading.Thread) -> bool:
+    """True if an event loop is closed, or ends with the process, which waits for other threads."""
+    is_alive = threading.main_thread().is_alive() or (loop.is_running() and not owner.daemon)
+    return loop.is_closed() or not is_alive
 
 
 def _first(candidates: Candidates) -> int:
@@ -741,23 +787,27 @@ class AsyncEngine:
         if steps_per_call < 1:
             raise SettingError("steps_per_call", steps_per_call, "must be at least 1")
         self.engine, self._steps_per_call = engine, steps_per_call
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="engine")
         self._is_compiling = self._is_closing = False
         self._callers: dict[int, asyncio.Queue[Row | Exception]] = {}
         self._work, self._room = threading.Event(), asyncio.Event()
-        self._driver: asyncio.Future[None] | None = None
+        # Not daemons, which JAX would abort at the end of the process, nor of a pool, which would
+        # keep the process while the engine is open.
+        self._driver: threading.Thread | None = None
+        self._compiler: threading.Thread | None = None
+        self._error: Exception | None = None
 
     @property
     def is_running(self) -> bool:
         """True while requests can run: the context is entered, and the engine is not closed and has
         not failed.
         """
-        return self._driver is not None and not self._driver.done()
+        return self._driver is not None and self._driver.is_alive()
 
     async def __aenter__(self) -> AsyncEngine:
-        loop = asyncio.get_running_loop()
         self._room.set()
-        self._driver = loop.run_in_executor(self._threads, self._run, loop)
+        arguments = asyncio.get_running_loop(), threading.current_thread()
+        self._driver = threading.Thread(target=self._run, args=arguments, name="engine")
+        self._driver.start()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -795,12 +845,20 @@ class AsyncEngine:
         self._is_closing = True
         self._work.set()
         try:
-            if self._driver is not None:
-                await self._driver
+            await asyncio.to_thread(self._join)
         finally:
-            await asyncio.to_thread(self._threads.shutdown)
+            await asyncio.to_thread(self._join)  # also if the caller is cancelled
             self.engine.close()
             self._fail(ValueError("the engine is closed; create a new one"))
+        if self._error is not None:
+            raise self._error
+
+    def _join(self) -> None:
+        """Waits for the threads. Only the first one starts the second one."""
+        if self._driver is not None:
+            self._driver.join()
+        if self._compiler is not None:
+            self._compiler.join()
 
     async def _rows(self, request: Request, **how: Any) -> AsyncGenerator[Row, None]:
         """Yields the rows of a request. The request is cancelled if the caller stops before it
@@ -831,30 +889,38 @@ class AsyncEngine:
                     self.engine.cancel(number)
                 self._work.set()
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs the engine and passes rows to their callers, until the engine is closed.
+    def _run(self, loop: asyncio.AbstractEventLoop, owner: threading.Thread) -> None:
+        """Runs the engine and passes rows to their callers, until the engine is closed or the event
+        loop has ended, which runs in the thread `owner`.
 
         Programs are compiled in another thread, unless all processes must compile together.
         """
         engine, compiles = self.engine, self.engine.share[1] > 1
         try:
             while True:
-                self._work.clear()
+                if _has_ended(loop, owner):
+                    self._is_closing = True
                 if engine.needs_program and not self._is_compiling and not self._is_closing:
                     self._is_compiling = True
-                    self._threads.submit(self._compile)
-                if not self._is_closing and (not engine.is_busy or engine.is_waiting):
-                    self._work.wait()
+                    self._compiler = threading.Thread(target=self._compile, name="compiler")
+                    self._compiler.start()
+                is_idle = not engine.is_busy or engine.is_waiting
+                if is_idle and not self._is_closing and not self._work.wait(_SECONDS_PER_CHECK):
+                    continue
+                # What was submitted before the event was set is seen by the next step, and an event
+                # that is set from here on ends the next wait.
+                self._work.clear()
                 if self._is_closing:
                     return
                 rows = engine.step(self._steps_per_call, compiles=compiles)
                 if rows or not self._room.is_set():
                     loop.call_soon_threadsafe(self._deliver, rows)
         except Exception as error:
-            _LOGGER.exception("the engine has failed")
             self._is_closing = True
-            loop.call_soon_threadsafe(self._fail, error)
-            raise
+            if not loop.is_closed():
+                _LOGGER.exception("the engine has failed")
+                self._error = error
+                loop.call_soon_threadsafe(self._fail, error)
 
     def _deliver(self, rows: Sequence[Row]) -> None:
         for row in rows:

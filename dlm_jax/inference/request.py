@@ -235,11 +235,14 @@ def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
         why = f"are given after a hole, where {kind} does not attend to them"
         remedy = "put them before it, or use a bidirectional model"
         require(bool(is_open[places[0] :].all()), "tokens", UNSET, why, remedy)
-    why = (
-        "is empty, but the model predicts each token from the tokens before it, and there is no BOS"
+    require(
+        facts.predicts_first or not is_open[0],
+        "prompt",
+        UNSET,
+        "is empty, but the model predicts each token from the tokens before it, and there is no "
+        "BOS",
+        "pass a prompt, or tokens that begin with a given id",
     )
-    is_fine = facts.predicts_first or not bool(is_open[0])
-    require(is_fine, "prompt", UNSET, why, "pass a prompt, or tokens that begin with a given id")
     for rule in sample.table.of(sample):
         rule.check_canvas(sample, facts, is_open)
     if length := sample.block_length:
@@ -355,9 +358,13 @@ class Request:
         for name in ("read_back", "trace"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "is not a bool", "use True or False")
-        why = "is not supported with host samplers and read-back"
-        is_fine = not (self.trace and self.needs_host)
-        require(is_fine, "trace", True, why, "remove them, or use trace=False")
+        require(
+            not (self.trace and self.needs_host),
+            "trace",
+            True,
+            "is not supported with host samplers and read-back",
+            "remove them, or use trace=False",
+        )
         if not 0 <= self.capacity < 2**31:
             raise ValueError(
                 f"capacity={self.capacity} must be at least 0; use 0 for the current length"
@@ -471,7 +478,7 @@ def make_requests(
     own seed.
 
     `num_rows` is the total number of rows of all prompts. `known` caches resolved settings for
-    other prompts with the same `model` and `common`.
+    other prompts with the same `model` and `common`, but for those with a structure.
     """
     if not isinstance(prompt, str | Mapping):
         raise SettingError("prompt", prompt, "is neither a string nor a mapping", "pass a string")
@@ -505,7 +512,8 @@ def make_requests(
         if sample is None:
             values = values_of_row(settings, rows, first + index)
             sample = _resolved(model, table, values, host)
-            if known is not None and key is not None:
+            # An automaton takes up to 16 MiB, and `Structures` caches them already.
+            if known is not None and key is not None and not sample.structure:
                 known[key] = sample
         tokens, is_draft = make_canvas(
             model.tokenizer,
@@ -655,13 +663,21 @@ def _resolved(
         "draws tokens together, so that read-back cannot give the candidates of a token",
         "remove read_back, or use fill='parallel'",
     )
-    why = "requires state that host samplers do not keep"
-    of = getattr(sample, "confidence_of", "clean")
-    is_clean = not is_hosted or of == "clean"
-    require(is_clean, "confidence_of", of, why, "use confidence_of='clean'")
-    why = "writes tokens without host samplers and read-back"
-    is_fine = not (sample.is_noise and (is_hosted or is_read))
-    require(is_fine, "order", sample.order, why, "remove host_sampler and read_back")
+    confidence_of = getattr(sample, "confidence_of", "clean")
+    require(
+        confidence_of == "clean" or not is_hosted,
+        "confidence_of",
+        confidence_of,
+        "requires state that host samplers do not keep",
+        "use confidence_of='clean'",
+    )
+    require(
+        not (sample.is_noise and (is_hosted or is_read)),
+        "order",
+        sample.order,
+        "writes tokens without host samplers and read-back",
+        "remove host_sampler and read_back",
+    )
     if isinstance(sample.structure, str) and sample.structure:
         sample = replace(sample, structure=model.structures.automaton(sample.structure))
     check_settings(model, sample)

@@ -33,9 +33,11 @@ class Entry:
     is_cancelled: bool = False
     read_back: list[Any] = field(default_factory=list)
     error: Exception | None = None
-    # `Row.origin` since the canvas that was shown last (None if that was now), and its block.
+    # `Row.origin` since the canvas that was shown last (None if that was now), its block, and
+    # whether the loop has been called since.
     origin: Any = None
     block: int = -1
+    has_run: bool = False
 
     @property
     def waited(self) -> float:
@@ -112,7 +114,7 @@ class Queue:
     def cancel(self, entry: Entry) -> None:
         """Marks a request as cancelled; a waiting request is removed from the queue."""
         entry.is_cancelled = True
-        if entry.slot is None:
+        if entry.slot is None and entry in self._waiting:  # else it runs or was dropped
             self._waiting.remove(entry)
             heapq.heapify(self._waiting)
 
@@ -158,12 +160,13 @@ class Scheduler:
     """The queues with work and their programs.
 
     With several processes, all must create and serve the same queues in the same order: `agree`
-    passes the same totals to each of them, and queues that are reserved are never removed.
+    passes the same totals to each of them, and queues that are reserved are not removed.
 
     Args:
       load: function that creates the program for a bucket with the given number of slots.
       max_programs: maximum number of cached programs.
       num_processes: number of processes that share the slots of each program equally.
+      keeps_reserved: whether reserved queues without work stay, as several processes require.
 
     Attributes:
       is_busy: whether any queue has work in any process.
@@ -172,9 +175,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, load: Callable[[Any, int], Any], *, max_programs: int, num_processes: int = 1
+        self,
+        load: Callable[[Any, int], Any],
+        *,
+        max_programs: int,
+        num_processes: int = 1,
+        keeps_reserved: bool = False,
     ):
         self._load, self._limit, self._num_processes = load, max_programs, num_processes
+        self._keeps_reserved = keeps_reserved
         self._order: deque[Queue] = deque()
         self._programs: OrderedDict[Hashable, tuple[Any, Any, int]] = OrderedDict()
         self._served, self.is_busy = 0, False
@@ -213,7 +222,7 @@ class Scheduler:
             if not queue.totals.running:
                 queue.release()
                 queue.totals = queue.totals._replace(evicted=0)
-            if not any(queue.totals) and not queue.is_reserved:
+            if not any(queue.totals) and not (queue.is_reserved and self._keeps_reserved):
                 self._order.remove(queue)
         self.is_busy = any(any(queue.totals) for queue in self._order)
 

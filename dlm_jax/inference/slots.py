@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,6 @@ from dlm_jax.types import Params, Status
 _ALONE = 4
 """Traces are copied row by row if at most one row in four has ended."""
 
-_REMEMBERED = 512
 _LARGE = 1 << 15
 """Memory is checked only for states with at least this total number of positions. Smaller states
 always fit.
@@ -67,7 +67,10 @@ class Bucket:
         self.num_traced = 1 << (steps - 1).bit_length() if self.static.is_traced else 0
         self._shapes = self._pack_shapes(requests)
         self._widest = self._widest_of(requests, self._shapes)
-        self._fits: dict[Hashable, bool] = dict.fromkeys((r.sample for r in requests), True)
+        # Settings can hold an automaton of 16 MiB, which must not outlive their requests.
+        self._fits: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        for request in requests:
+            self._fits[request.sample] = True
         self.key: Hashable = (self.static, canvas, self._shapes, self.num_traced)
 
     @property
@@ -81,12 +84,11 @@ class Bucket:
             return False
         if self.num_traced and request.sample.steps > self.num_traced:
             return False
-        if request.sample not in self._fits:
-            if len(self._fits) >= _REMEMBERED:
-                self._fits.clear()
-            shapes = self._pack_shapes([request, *self._widest])
-            self._fits[request.sample] = shapes == self._shapes
-        return self._fits[request.sample]
+        fits = self._fits.get(request.sample)
+        if fits is None:
+            fits = self._pack_shapes([request, *self._widest]) == self._shapes
+            self._fits[request.sample] = fits
+        return fits
 
     def pack(self, requests: Sequence[Request]) -> tuple[RowParams, Rules]:
         """Packs the parameters of the requests into host arrays, one row per request.

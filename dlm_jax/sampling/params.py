@@ -225,6 +225,7 @@ def _with_names(
     settings = {name: value for name, value in layer.items() if name not in replaced}
     transforms = layer.get("transforms")
     extends = bool(transforms) and transforms[0] is ...
+    classes: set[type] = set()
     for slot, rule in objects:
         for name, value in rule.as_settings().items():
             if name in settings and not np.array_equal(settings[name], value):
@@ -232,9 +233,12 @@ def _with_names(
             settings[name] = value
         if (selector := SLOTS[slot].selector) and not (slot == "transforms" and extends):
             name = table.name_of(slot, type(rule))
-            settings[selector] = (
-                (*settings.get(selector, ()), name) if slot == "transforms" else name
-            )
+            if slot != "transforms":
+                settings[selector] = name
+            elif name not in settings.get(selector, ()) or type(rule) in classes:
+                # Variants of a transform share a name; the same one twice is refused later.
+                settings[selector] = (*settings.get(selector, ()), name)
+            classes.add(type(rule))
             settings |= {"edit": True} if slot == "edit" else {}
     if transforms is not None and not extends:
         every = (cls for classes in table.transforms.values() for cls in classes)

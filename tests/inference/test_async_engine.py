@@ -2,6 +2,9 @@
 
 import asyncio
 import dataclasses
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -242,6 +245,58 @@ def test_turns_go_on_without_the_event_loop_and_take_up_what_comes(monkeypatch):
     first, second = _run(both)
     assert first.tokens.tolist() == second.tokens.tolist()
     assert calls[:4] == [1, 1, 1, 2], "a request that finds a free slot is in the next call"
+
+
+def test_a_request_that_comes_during_a_call_does_not_wait_for_the_program_of_another(monkeypatch):
+    (new,) = make_requests(MODEL, "", {"gen_length": 4, "steps": 4, "order": "random"})
+    step, is_in_step, goes_on = Engine.step, threading.Event(), threading.Event()
+
+    def held(engine, num_steps, **how):
+        rows = step(engine, num_steps, **how)
+        if engine.needs_program and not is_in_step.is_set():
+            is_in_step.set()
+            assert goes_on.wait(20)
+        return rows
+
+    async def both(engine):
+        await engine.row(request(4))
+        compilers = Compilers(monkeypatch)
+        monkeypatch.setattr(Engine, "step", held)
+        first = asyncio.create_task(engine.row(new))
+        assert await asyncio.to_thread(is_in_step.wait, 20)
+        second = asyncio.create_task(engine.row(request(4)))
+        await asyncio.sleep(0.01)
+        goes_on.set()
+        row = await asyncio.wait_for(second, 20)
+        assert not first.done()
+        compilers.goes_on.set()
+        await first
+        return row
+
+    assert same_row(_run(both), alone(4))
+
+
+@pytest.mark.parametrize("end", ["asyncio.run(main())", "loop.run_until_complete(main())"])
+def test_a_process_ends_whose_loop_has_ended_without_a_close(end):
+    code = f"""
+import asyncio
+from engine_cases import MODEL, SLOTS, request
+from dlm_jax.inference.engine import AsyncEngine, Engine
+
+async def main():
+    global engine
+    engine = await AsyncEngine(Engine(MODEL, sizes=(SLOTS,))).__aenter__()
+    await engine.row(request(4))
+
+loop = asyncio.new_event_loop()
+{end}
+print("over", flush=True)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=90
+    )
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -12,8 +12,10 @@ import toy_model
 import dlm_jax
 from dlm_jax.config import SamplingParams
 from dlm_jax.data import CharacterTokenizer
+from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import settings_of_call
+from dlm_jax.inference.request import make_requests, settings_of_call
+from dlm_jax.inference.results import Row
 from dlm_jax.types import Network, Status
 from dlm_jax.viewing.frames import Kind, changes, frame_of
 
@@ -154,6 +156,26 @@ def test_origins_lead_back_to_the_first_canvas_however_seldom_a_row_is_shown(eve
         assert [places[place] for place in given] == np.flatnonzero(rows[0].is_frozen).tolist()
         for place in given:
             assert last.tokens[place] == rows[0].tokens[places[place]]
+
+
+@pytest.mark.parametrize("every_block", [False, True])
+def test_origins_count_from_the_canvas_shown_last_for_a_row_cancelled_or_shown_again(every_block):
+    """A row is shown again, after no step, when another enters a slot beside it."""
+    requests = [make_requests(MODEL, prompt, {})[0] for prompt in PROMPTS]
+    with Engine(MODEL, sizes=(8,)) as engine:
+        shown: dict[int, list[Row]] = {}
+        for request in (requests, [], [], requests[:1], [], None):
+            for one in request or []:
+                number = engine.submit(one, is_watched=True, every_block=every_block)
+                shown[number] = []
+            for number in shown if request is None else ():
+                engine.cancel(number)
+            for row in engine.step(1):
+                shown[row.number].append(row)
+    for index in range(len(PROMPTS)):
+        rows = shown[index]
+        assert rows[-1].status is Status.CANCELLED
+        assert _traced(rows) == _traced(_streamed(1)[index][:4])
 
 
 @pytest.mark.parametrize(("every", "num_samples"), [(1, 1), (3, 3), ("block", 1)])

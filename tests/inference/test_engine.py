@@ -377,7 +377,6 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_disturbs_nobody():
                 call()
         for _ in range(3):
             engine.submit(request(4))
-        assert not engine.has_room
         with pytest.raises(EngineFullError, match="^max_waiting=3 requests are waiting; retry"):
             engine.submit(request(4))
         rows = _all(engine)
@@ -426,6 +425,14 @@ def test_requests_may_come_from_other_threads_while_rows_run():
             found |= {row.number: row for row in engine.step()}
     assert sorted(found) == list(range(30))
     assert all(same_row(row, alone(values[number])) for number, row in found.items())
+
+
+def test_requests_of_a_new_kind_may_come_while_the_queues_are_counted():
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        engine.submit(request(0))
+        for _, number in zip(engine.queues, range(1, 3), strict=False):
+            engine.submit(request(number))
+        assert engine.num_waiting == 2
 
 
 def test_a_request_cancelled_while_it_enters_its_slot_disturbs_no_other(monkeypatch):

@@ -93,6 +93,23 @@ def test_many_cancelled_requests_do_not_stay_in_the_line():
     assert len(queue._waiting) == 1
 
 
+def test_a_request_that_has_been_dropped_can_be_cancelled():
+    queue = _queue(_scheduler(), "a", 1)
+    (entry,) = queue.drop()
+    queue.cancel(entry)
+    assert entry.is_cancelled and queue.num_waiting == 0
+
+
+def test_reserved_queues_without_work_leave_a_lone_process():
+    scheduler = _scheduler()
+    queues = [_queue(scheduler, str(n), n == 0, is_reserved=True) for n in range(100)]
+    assert _next(scheduler) is queues[0]
+    assert len(scheduler.counts()) == 1
+    queues[99].push(Entry(number=1, request=None))
+    scheduler.enter(queues[99])
+    assert [_next(scheduler) for _ in range(2)] == [queues[0], queues[99]]
+
+
 def test_a_queue_grows_with_its_requests_and_shrinks_into_a_program_that_is_there():
     loaded = []
     scheduler = _scheduler(loaded=loaded)
@@ -132,7 +149,7 @@ def test_the_program_used_longest_ago_goes_and_where_all_are_busy_one_drains():
 
 @pytest.mark.parametrize("own", [0, 2])
 def test_processes_that_agree_serve_a_queue_of_which_one_has_nothing(own):
-    scheduler = Scheduler(lambda b, n: b.key, max_programs=1, num_processes=2)
+    scheduler = Scheduler(lambda b, n: b.key, max_programs=1, num_processes=2, keeps_reserved=True)
     queue = _queue(scheduler, "a", own, sizes=(4,), is_reserved=True)
     assert scheduler.counts() == [(own, 0, 0)]
     scheduler.agree([(2, 0, 0)])
