@@ -21,8 +21,11 @@ import optax
 import orbax.checkpoint as ocp
 
 import dlm_jax.config
-from dlm_jax.settings import SettingError
+from dlm_jax.settings import SettingError, require
+from dlm_jax.store import not_finite
+from dlm_jax.store.files import write_whole
 from dlm_jax.training import Problem
+from dlm_jax.training.metrics import read_records
 
 Params = dict[str, Any]
 MODEL, METRICS = "model.safetensors", "metrics.jsonl"
@@ -77,9 +80,8 @@ def run(
         if first:
             state = saved.restore(first, args=ocp.args.StandardRestore(state))
         metrics = out_dir / METRICS
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= first]
-        metrics.write_text("".join(kept))
+        records = [line for line in read_records(metrics) if line["step"] <= first]
+        write_whole(metrics, "".join(f"{json.dumps(line)}\n" for line in records).encode())
 
         def record(kind: str, step: int, figures: dict[str, Any]) -> None:
             line = {"kind": kind, "step": step} | {k: float(v) for k, v in figures.items()}
@@ -103,13 +105,20 @@ def run(
             if evaluate is not None and is_due(train.eval_every):
                 record("evaluation", done, evaluate(state.params))
             if is_due(train.checkpoint_every):
+                if (broken := not_finite(state.params)) is not None:
+                    raise ValueError(f"step {done}: {broken} is not finite; lower [optim]")
                 saved.save(done, args=ocp.args.StandardSave(state))
     problem.save(state.params, out_dir / MODEL)
     return state.params
 
 
 def _check_same(out_dir: Path, config: Any, settings: Any) -> None:
-    """Creates the directory, or raises ValueError if it has a run with other settings."""
+    """Creates the directory, or raises ValueError if it has a run with other settings, or if the
+    config has settings that the loops do not read.
+    """
+    for key, value in dlm_jax.config.flat(dlm_jax.config.differing(config)).items():
+        is_read = key not in ("optim.ema_decay", "train.accumulate") and key[:5] != "mesh."
+        require(is_read, key, value, "is not supported by this loop", "leave it out")
     here = dlm_jax.config.to_dict(config) | {"loop": dataclasses.asdict(settings)}
     here = json.loads(json.dumps(here))
     here["train"].pop("out_dir")
@@ -127,7 +136,7 @@ def _check_same(out_dir: Path, config: Any, settings: Any) -> None:
                         "use another train.out_dir",
                     )
     out_dir.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(here))
+    write_whole(path, json.dumps(here).encode())
 
 
 def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
@@ -143,5 +152,7 @@ def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
 def settings_of(args: argparse.Namespace, settings: type) -> tuple[Any, Any]:
     """The config and the settings of parsed flags."""
     given = {name: getattr(args, name) for name in settings.__dataclass_fields__}
+    for pair in args.keys:
+        require("=" in pair, "KEY=VALUE", pair, "has no value", "write it as KEY=VALUE")
     pairs = dict(pair.split("=", 1) for pair in args.keys)
     return dlm_jax.config.load(args.config, pairs), settings(**given)
