@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
 import dlm_jax.config
 from dlm_jax.settings import SettingError, require
-from dlm_jax.store import not_finite
-from dlm_jax.store.files import write_whole
 from dlm_jax.training import Problem
-from dlm_jax.training.metrics import read_records
 
 Params = dict[str, Any]
 MODEL, METRICS = "model.safetensors", "metrics.jsonl"
@@ -80,8 +78,9 @@ def run(
         if first:
             state = saved.restore(first, args=ocp.args.StandardRestore(state))
         metrics = out_dir / METRICS
-        records = [line for line in read_records(metrics) if line["step"] <= first]
-        write_whole(metrics, "".join(f"{json.dumps(line)}\n" for line in records).encode())
+        # A killed process may leave a part of a last line, without a newline.
+        *lines, _ = metrics.read_text().split("\n") if metrics.exists() else [""]
+        _replace(metrics, "".join(f"{s}\n" for s in lines if json.loads(s)["step"] <= first))
 
         def record(kind: str, step: int, figures: dict[str, Any]) -> None:
             line = {"kind": kind, "step": step} | {k: float(v) for k, v in figures.items()}
@@ -105,8 +104,8 @@ def run(
             if evaluate is not None and is_due(train.eval_every):
                 record("evaluation", done, evaluate(state.params))
             if is_due(train.checkpoint_every):
-                if (broken := not_finite(state.params)) is not None:
-                    raise ValueError(f"step {done}: {broken} is not finite; lower [optim]")
+                if not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params)):
+                    raise ValueError(f"step {done}: a parameter is not finite; lower [optim]")
                 saved.save(done, args=ocp.args.StandardSave(state))
     problem.save(state.params, out_dir / MODEL)
     return state.params
@@ -136,7 +135,14 @@ def _check_same(out_dir: Path, config: Any, settings: Any) -> None:
                         "use another train.out_dir",
                     )
     out_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(here).encode())
+    _replace(path, json.dumps(here))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file atomically."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
