@@ -24,38 +24,26 @@ _CONTRIB = {
 }
 """Names by module of `dlm_jax.contrib`."""
 _HOMES = {name: home for home, names in _CONTRIB.items() for name in names.split()}
-_RL = "policy optimisation is in dlm_jax.contrib.rl (docs/reinforcement.md)"
-_DISTILLATION = "it is a setting of python -m dlm_jax.contrib.distillation"
-_DECIDE = "it is a flag of python -m dlm_jax.contrib.decide"
-_OTHERS = {
-    "cache_margin": "it was removed; use cache_refresh",
-    "calibration": _DECIDE,
-    "certainty_draws": _DISTILLATION,
-    "certainty_share": _DISTILLATION,
-    "certainty_steps": _DISTILLATION,
-    "certainty_temperature": _DISTILLATION,
-    "certainty_weight": _DISTILLATION,
-    "corrector_share": "it was removed; use more steps",
-    "corrector_steps": "it was removed; use more steps",
-    "edit_hidden": "it was removed; whole texts are compared",
-    "edit_replace_gain": "it was removed; use edit_gain",
-    "edit_token_gain": "it was removed; use edit_gain",
-    "fit": _DECIDE,
-    "labelled": _DECIDE,
-    "mode": "it was removed with the sequence scorer; every model is a language model",
-    "open_blocks": "it was removed; use a larger block_length",
-    "open_share": "it was removed; use a larger block_length",
-    "reward": _RL,
-    "rl": _RL,
-    "sampler_ratio_by_density": "it was removed; use sampler_min_neighbors_ratio",
-    "sampler_min_neighbors_ratio": "it is named sample.sampler_min_neighbors_ratio here",
-    "sdtt_share": _DISTILLATION,
-    "sdtt_steps": _DISTILLATION,
-    "sdtt_teacher_steps": _DISTILLATION,
-    "sweep": "it was removed; use a loop of the shell",
-    "teacher": _DISTILLATION,
-    "time_steps": "it was removed; python -m benchmarks.generation measures steps",
+_ADVICE = {
+    "policy optimisation is in dlm_jax.contrib.rl (docs/reinforcement.md)": "reward rl",
+    "it is a setting of python -m dlm_jax.contrib.distillation": """
+        certainty_draws certainty_share certainty_steps certainty_temperature certainty_weight
+        sdtt_share sdtt_steps sdtt_teacher_steps teacher
+    """,
+    "it is a flag of python -m dlm_jax.contrib.decide": "calibration fit labelled",
+    "it was removed; use cache_refresh": "cache_margin",
+    "it was removed; use more steps": "corrector_share corrector_steps",
+    "it was removed; whole texts are compared": "edit_hidden",
+    "it was removed; use edit_gain": "edit_replace_gain edit_token_gain",
+    "it was removed with the sequence scorer; every model is a language model": "mode",
+    "it was removed; use a larger block_length": "open_blocks open_share",
+    "it was removed; use sampler_min_neighbors_ratio": "sampler_ratio_by_density",
+    "it is named sample.sampler_min_neighbors_ratio here": "sampler_min_neighbors_ratio",
+    "it was removed; use a loop of the shell": "sweep",
+    "it was removed; python -m benchmarks.generation measures steps": "time_steps",
 }
+"""Other names, by what became of them."""
+_OTHERS = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
 
 
 _ORDERS = {
@@ -117,6 +105,16 @@ def moved_name(name: str) -> str:
     choices = (f"{key}={snake}" for key in ("order", "remask", "fill", "edit_scoring"))
     home = next((_HOMES[choice] for choice in choices if choice in _HOMES), None)
     return _NAMES.get(name, "") if home is None else f"it is in dlm_jax.contrib.{home}"
+
+
+def moved_structure(pattern: str) -> str:
+    """Advice for a structure that is no expression; empty for others."""
+    if re.search(r"^\s*root\s*::=", pattern, re.MULTILINE) is None:
+        return ""
+    return (
+        "is a grammar, which is no longer supported; write it as a regular expression, or use "
+        "regex_of_schema"
+    )
 
 
 def moved_member(slot: str, name: str) -> str:

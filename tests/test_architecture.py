@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "randomness": set(),
     "moved": set(),
     "settings": {"pytree", "moved"},
-    "structured": {"settings"},
+    "structured": {"moved", "settings"},
     "sampling": {*_LEAVES, "structured"},
     "distributed": _LEAVES,
     "diffusion": {*_LEAVES, "distributed"},

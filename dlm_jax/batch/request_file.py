@@ -154,8 +154,9 @@ class RequestFile:
         self._path, self._num_samples = Path(path), num_samples
         self._names = (*_KEYS, *sorted(set(known) - set(_KEYS)))
         kind = "pass a file of requests, one JSON object per line"
-        require(os.path.exists(path), f"{path} does not exist; {kind}")
-        require(os.path.isfile(path), f"{path} is not a file; {kind}")
+        if not os.path.isfile(path):
+            why = "is not a file" if os.path.exists(path) else "does not exist"
+            raise ValueError(f"{path} {why}; {kind}")
         self._state = os.stat(path)
         with self._reading():
             pass
@@ -208,12 +209,15 @@ class RequestFile:
             yield file
             now = os.fstat(file.fileno())
         before = self._state
-        require(
-            (now.st_ino, now.st_size, now.st_mtime_ns)
-            == (before.st_ino, before.st_size, before.st_mtime_ns),
-            f"{self._path} has changed during the run; restore it and run again, or choose another "
-            "--output for the new file",
-        )
+        if (now.st_ino, now.st_size, now.st_mtime_ns) != (
+            before.st_ino,
+            before.st_size,
+            before.st_mtime_ns,
+        ):
+            raise ValueError(
+                f"{self._path} has changed during the run; restore it and run again, or choose "
+                "another --output for the new file"
+            )
 
 
 def share(lines: Iterable[Line], index: int, count: int) -> Iterator[Line]:
@@ -222,22 +226,16 @@ def share(lines: Iterable[Line], index: int, count: int) -> Iterator[Line]:
     return (line for line in lines if line.number % count == index)
 
 
-def require(condition: bool, message: str) -> None:
-    """Raises ValueError with `message` unless `condition` holds."""
-    if not condition:
-        raise ValueError(message)
-
-
 def check_process(index: int, count: int) -> None:
     """Raises ValueError unless `index` and `count` are integers and 0 <= `index` < `count`."""
     for name, value in (("index", index), ("count", count)):
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        require(is_integer, f"{name}={value!r} of the processes is not an integer")
-    require(count >= 1, f"count={count} processes are too few; use at least 1")
-    require(
-        0 <= index < count,
-        f"index={index} is not a process of count={count}; use 0 to {count - 1}",
-    )
+        if not is_integer:
+            raise ValueError(f"{name}={value!r} of the processes is not an integer")
+    if count < 1:
+        raise ValueError(f"count={count} processes are too few; use at least 1")
+    if not 0 <= index < count:
+        raise ValueError(f"index={index} is not a process of count={count}; use 0 to {count - 1}")
 
 
 def _raw_lines(file: IO[bytes]) -> Iterator[tuple[bytes | None, int]]:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from dlm_jax.batch.request_file import Key, KeyTable, check_process, require
+from dlm_jax.batch.request_file import Key, KeyTable, check_process
 from dlm_jax.store.files import Damaged, refused_unless_full, replacing, with_crc, without_crc
 
 
@@ -179,7 +179,8 @@ class Results:
         check_process(index, count)
         self.path = Path(os.path.realpath(path))
         is_special = os.path.exists(path) and not os.path.isfile(path)
-        require(not is_special, f"{path} is not a file; choose another --output")
+        if is_special:
+            raise ValueError(f"{path} is not a file; choose another --output")
         self.done = KeyTable()
         self._fingerprint, self._count = fingerprint, count
         self._file = self._part(index) if count > 1 else self.path
@@ -215,11 +216,10 @@ class Results:
         key = result_key(result)
         if key is None:
             raise ValueError(f"result {str(result)[:60]} has no id; use a string or an integer")
-        require(
-            key not in self.done,
-            f"the result of {shown(key)} exists already; write it once",
-        )
-        require(not self._is_closed, f"{self._file} is closed; open the results again")
+        if key in self.done:
+            raise ValueError(f"the result of {shown(key)} exists already; write it once")
+        if self._is_closed:
+            raise ValueError(f"{self._file} is closed; open the results again")
         line = line_of(result)
         try:
             append_line(self._writer or self._open(), line)
@@ -317,11 +317,11 @@ class Results:
             with contextlib.ExitStack() as stack:
                 if (handle := open_owned(file, self._fingerprint)) is not None:
                     stack.enter_context(handle)
-            require(
-                count == self._count,
-                f"{file} belongs to a run with count={count} processes, not {self._count}; "
-                f"continue with {count}, or remove it or choose another --output",
-            )
+            if count != self._count:
+                raise ValueError(
+                    f"{file} belongs to a run with count={count} processes, not {self._count}; "
+                    f"continue with {count}, or remove it or choose another --output"
+                )
         return False
 
     def _open(self) -> io.FileIO:

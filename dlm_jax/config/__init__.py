@@ -6,6 +6,7 @@ from dlm_jax.config.reading import (
     differing,
     flat,
     from_dict,
+    from_saved,
     load,
     override,
     parse_flags,
@@ -35,6 +36,6 @@ __all__ = [
     "Config", "DataConfig", "HeadsConfig", "MeshConfig", "ModelConfig",
     "ObjectiveConfig", "OptimConfig", "SamplingParams",
     "TRACKERS", "TrainConfig", "Trait", "add_flags", "add_sample_flags", "declared",
-    "differing", "flat", "from_dict", "keys", "layered", "load", "override", "parse_flags",
-    "resolve", "sample_settings", "sections", "shipped", "to_dict", "to_toml",
+    "differing", "flat", "from_dict", "from_saved", "keys", "layered", "load", "override",
+    "parse_flags", "resolve", "sample_settings", "sections", "shipped", "to_dict", "to_toml",
 ]  # fmt: skip

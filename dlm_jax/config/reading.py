@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from dlm_jax.config.schema import Config, declared, sections
+from dlm_jax.moved import moved
 from dlm_jax.sampling.params import SamplingParams
 from dlm_jax.settings import Setting, SettingError, closest, renamed
 
@@ -53,6 +54,33 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
         return _build(given)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def from_saved(meta: Mapping[str, Any], *, where: str) -> Config:
+    """Config of a saved model, from its metadata; `where` names the model in errors.
+
+    Raises:
+      ValueError: another version wrote keys that this one does not have (the message names all of
+        them), or `from_dict` fails.
+    """
+    raw, known = meta["config"], declared()
+    unknown = [f"[{section}]" for section in raw if section not in sections()]
+    unknown += [
+        f"{section}.{name}"
+        for section in sections()
+        for name in raw.get(section, ())
+        if f"{section}.{name}" not in known
+    ]
+    if not unknown:
+        return from_dict(raw, where=where)
+    is_old = any(moved(name.strip("[]").rpartition(".")[2]) for name in unknown)
+    version = (meta.get("program") or {}).get("version of dlm_jax")
+    version = version or ("0.2.0 or earlier" if is_old else "of another version")
+    raise ValueError(
+        f"{where}: unknown {'key' if len(unknown) == 1 else 'keys'} "
+        f"{', '.join(map(repr, unknown))}, saved by dlm_jax {version}; use that version, or remove "
+        "them from the saved config (docs/training.md)"
+    )
 
 
 def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) -> Config:

@@ -211,8 +211,7 @@ class DataConfig(Section):
     source: tuple[str, ...] = setting(
         ("python-reference",),
         "UTF-8 or JSONL files or globs, or python-reference (the language reference inside "
-        "CPython), python-source (its standard library) or tinyshakespeare "
-        "(arithmetic, brackets, sudoku, sorting, letters, records); or sharded corpora, "
+        "CPython), python-source (its standard library) or tinyshakespeare; or sharded corpora, "
         "directories or URLs (gs://, s3://)",
         Trait.FREE | Trait.ONCE_SAVED | Trait.LOCAL,
         hint=tuple[str, ...],

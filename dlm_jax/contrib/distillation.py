@@ -337,10 +337,20 @@ def distil(
     params = task.start(init_key, report)
     teacher = jax.tree.map(jnp.copy, params)
     if settings.teacher:
-        other = load(settings.teacher)
-        is_same = other.tokenizer.to_json() == setup.tokenizer.to_json()
+        is_same = load(settings.teacher).tokenizer.to_json() == setup.tokenizer.to_json()
         require(is_same, "teacher", settings.teacher, "has another vocabulary", "use another")
-        teacher |= {name: tree for name, tree in other.params.items() if name in teacher}
+        begins = dataclasses.replace(
+            setup.config.train, init_from=settings.teacher, mask_like="", ignore_config=()
+        )
+        config_of_teacher = dataclasses.replace(setup.config, train=begins)
+        setup_of_teacher = dataclasses.replace(setup, config=config_of_teacher)
+        of_teacher = dataclasses.replace(
+            task, task=dataclasses.replace(task.task, setup=setup_of_teacher)
+        )
+        try:
+            teacher = of_teacher.start(init_key, report)
+        except ValueError as error:
+            raise ValueError(f"teacher: {error}") from None
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: loops.LoopState, teacher: Params, batch: Batch, key: jax.Array) -> Any:

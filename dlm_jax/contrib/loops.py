@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
 import dlm_jax.config
-from dlm_jax.settings import SettingError
+from dlm_jax.settings import SettingError, require
 from dlm_jax.training import Problem
 
 Params = dict[str, Any]
@@ -77,9 +78,9 @@ def run(
         if first:
             state = saved.restore(first, args=ocp.args.StandardRestore(state))
         metrics = out_dir / METRICS
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= first]
-        metrics.write_text("".join(kept))
+        # A killed process may leave a part of a last line, without a newline.
+        *lines, _ = metrics.read_text().split("\n") if metrics.exists() else [""]
+        _replace(metrics, "".join(f"{s}\n" for s in lines if json.loads(s)["step"] <= first))
 
         def record(kind: str, step: int, figures: dict[str, Any]) -> None:
             line = {"kind": kind, "step": step} | {k: float(v) for k, v in figures.items()}
@@ -103,13 +104,20 @@ def run(
             if evaluate is not None and is_due(train.eval_every):
                 record("evaluation", done, evaluate(state.params))
             if is_due(train.checkpoint_every):
+                if not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params)):
+                    raise ValueError(f"step {done}: a parameter is not finite; lower [optim]")
                 saved.save(done, args=ocp.args.StandardSave(state))
     problem.save(state.params, out_dir / MODEL)
     return state.params
 
 
 def _check_same(out_dir: Path, config: Any, settings: Any) -> None:
-    """Creates the directory, or raises ValueError if it has a run with other settings."""
+    """Creates the directory, or raises ValueError if it has a run with other settings, or if the
+    config has settings that the loops do not read.
+    """
+    for key, value in dlm_jax.config.flat(dlm_jax.config.differing(config)).items():
+        is_read = key not in ("optim.ema_decay", "train.accumulate") and key[:5] != "mesh."
+        require(is_read, key, value, "is not supported by this loop", "leave it out")
     here = dlm_jax.config.to_dict(config) | {"loop": dataclasses.asdict(settings)}
     here = json.loads(json.dumps(here))
     here["train"].pop("out_dir")
@@ -127,7 +135,14 @@ def _check_same(out_dir: Path, config: Any, settings: Any) -> None:
                         "use another train.out_dir",
                     )
     out_dir.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(here))
+    _replace(path, json.dumps(here))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file atomically."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
@@ -143,5 +158,7 @@ def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
 def settings_of(args: argparse.Namespace, settings: type) -> tuple[Any, Any]:
     """The config and the settings of parsed flags."""
     given = {name: getattr(args, name) for name in settings.__dataclass_fields__}
+    for pair in args.keys:
+        require("=" in pair, "KEY=VALUE", pair, "has no value", "write it as KEY=VALUE")
     pairs = dict(pair.split("=", 1) for pair in args.keys)
     return dlm_jax.config.load(args.config, pairs), settings(**given)

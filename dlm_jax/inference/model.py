@@ -319,12 +319,12 @@ def load(
             nonlocal network
             name = (meta.get("own") or {}).get("network")
             if network is None and name:
-                raise store.CustomNetworkError(
+                raise ValueError(
                     f"{path} was trained with the custom network {name}; pass it in Python: "
                     "dlm_jax.load(path, network=...)"
                 )
             if not isinstance(network, Network):
-                config = configs.from_dict(meta["config"], where="checkpoint")
+                config = configs.from_saved(meta, where=str(path))
                 network = (network or build)(config.model)
             return jax.eval_shape(network.init, key_of(0))
 
@@ -337,7 +337,7 @@ def load(
         assert isinstance(network, Network)
         if mesh is not None and (line := replicated_by_default(params, mesh)):
             say(line)
-        config = configs.from_dict(meta["config"], where="checkpoint")
+        config = configs.from_saved(meta, where=str(path))
         if quantize is not None:
             params = quantized(merged(params, config.model), quantize)
         tokenizer = from_json(meta["tokenizer"])

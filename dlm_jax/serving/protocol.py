@@ -694,10 +694,9 @@ class Planner:
         self.model, self.name, self.limits = model, name, limits
         self._length = length
         self._defaults = dict(defaults or {})
-        self._rules = {
-            name: self._defaults.pop(name) for name in ("rules",) if name in self._defaults
-        }
-        self._table = with_rules(self._rules.get("rules", ()))
+        rules = self._defaults.pop("rules", ())
+        self._rules = {"rules": rules} if rules else {}
+        self._table = with_rules(rules)
         self._settings = self._table.request_settings
         self._known: dict[Any, Any] = {}
         self._patterns: dict[bytes, str] = {}  # of earlier requests, by shape

@@ -10,17 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlm_jax.store.checkpoint_files import CustomNetworkError, not_finite
+    from dlm_jax.store.checkpoint_files import not_finite
     from dlm_jax.store.checkpoints import Checkpoints, Restored, load_any, load_meta, load_params
     from dlm_jax.store.weights import load_weights, save_weights
 
 __all__ = [
-    "Checkpoints", "CustomNetworkError", "Restored", "load_any", "load_meta", "load_params",
-    "load_weights", "not_finite", "save_weights",
+    "Checkpoints", "Restored", "load_any", "load_meta", "load_params", "load_weights",
+    "not_finite", "save_weights",
 ]  # fmt: skip
 
 _HOME_OF = {
-    "CustomNetworkError": "checkpoint_files",
     "not_finite": "checkpoint_files",
     "load_weights": "weights",
     "save_weights": "weights",

@@ -256,10 +256,6 @@ def check_same_leaves(wanted: Leaves, saved: Leaves, path: Path) -> None:
             )
 
 
-class CustomNetworkError(ValueError):
-    """A saved model needs a custom network, which only its user has."""
-
-
 def without_custom_heads(saved: Leaves, wanted: Leaves, meta: dict[str, Any]) -> Leaves:
     """The saved arrays without custom heads of the run that are not in `wanted`.
 

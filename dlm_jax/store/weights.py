@@ -24,7 +24,6 @@ from safetensors import SafetensorError, safe_open
 
 from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.store.checkpoint_files import (
-    CustomNetworkError,
     Place,
     check_not_quantised,
     describe,
@@ -96,13 +95,15 @@ def load_weights(
         default, parameters are float32 arrays on the default device.
     """
     with _opened(path) as (file, meta):
-        found = {name: _described(file, name) for name in file.keys()}  # noqa: SIM118
-        nested(found)
-        if make_abstract is not None:
-            wanted = describe(make_abstract(meta), "params")
-            found = without_custom_heads(found, wanted, meta)
-            _check_shapes(wanted, found)
-        return nested({name: _placed(file, name, place) for name in found}), meta
+        # The errors of `make_abstract` are about the model, not about the file.
+        wanted = None if make_abstract is None else describe(make_abstract(meta), "params")
+        with _named(path):
+            found = {name: _described(file, name) for name in file.keys()}  # noqa: SIM118
+            nested(found)
+            if wanted is not None:
+                found = without_custom_heads(found, wanted, meta)
+                _check_shapes(wanted, found)
+            return nested({name: _placed(file, name, place) for name in found}), meta
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -112,9 +113,10 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """An open file and its metadata; errors raised in the context name the file."""
-    try:
-        with safe_open(path, framework="np") as file:
+    """An open file and its metadata."""
+    with contextlib.ExitStack() as stack:
+        with _named(path):
+            file = stack.enter_context(safe_open(path, framework="np"))
             header = file.metadata() or {}
             if _KEY not in header:
                 raise ValueError("it was not written by dlm_jax: its header has no metadata")
@@ -123,9 +125,14 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]
             meta = json.loads(header[_KEY])
             if not isinstance(meta, dict):
                 raise ValueError("its metadata is not an object")
-            yield file, meta
-    except CustomNetworkError:
-        raise
+        yield file, meta
+
+
+@contextlib.contextmanager
+def _named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors raised in the context name the file."""
+    try:
+        yield
     except FileNotFoundError:
         raise ValueError(f"weights file {path} does not exist; check the path") from None
     except (SafetensorError, OSError, ValueError, RecursionError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from dlm_jax.moved import moved_structure
 from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.structured.regex import LONGEST, ByteAutomaton, compile_regex
 
@@ -24,7 +24,7 @@ MOST_CLASSES = 1 << 14
 """Maximum number of classes of ids in an automaton."""
 _CACHED = 64
 _MOST_BYTE_STATES = (1 << 15) - 2
-_MOST_EFFECTS = 1 << 27
+_MOST_EFFECTS = 1 << 25
 _MOST_PAIRS = 1 << 31
 _MOST_ARCS = 1 << 22
 _REPLACED = "\N{REPLACEMENT CHARACTER}"
@@ -316,13 +316,8 @@ class Structures:
         return future is not None and future.done()
 
     def _compile(self, pattern: str) -> Automaton:
-        if re.search(r"^\s*root\s*::=", pattern, re.MULTILINE):
-            raise SettingError(
-                "structure",
-                pattern[:100],
-                "is a grammar, which is no longer supported",
-                "write it as a regular expression, or use regex_of_schema",
-            )
+        if advice := moved_structure(pattern):
+            raise SettingError("structure", pattern[:100], advice)
         try:
             letters = compile_regex(pattern, most_states=_MOST_BYTE_STATES)
             automaton = self._over_tokens(letters, pattern)
@@ -346,13 +341,14 @@ class Structures:
         next_KS = np.ascontiguousarray(letters.next_SK.T.astype(np.int16))
         # Tokens are grouped by their effect: the state behind them for each state before them. The
         # effect of a token follows from the effect of its beginning and from its last byte.
-        effects: list[np.ndarray] = [np.zeros(num_states, np.int16)]
-        numbers: dict[bytes, int] = {effects[0].tobytes(): 0}
+        effects: list[bytes] = [bytes(2 * num_states)]
+        numbers: dict[bytes, int] = {effects[0]: 0}
 
         def number(effect_S: np.ndarray) -> int:
-            place = numbers.setdefault(effect_S.tobytes(), len(effects))
+            effect = effect_S.tobytes()
+            place = numbers.setdefault(effect, len(effects))
             if place == len(effects):
-                effects.append(effect_S)
+                effects.append(effect)
             if len(effects) * num_states > _MOST_EFFECTS:
                 raise ValueError("it distinguishes too many tokens; use a shorter expression")
             return place
@@ -363,7 +359,9 @@ class Structures:
             keys = effect_U[: len(bytes_U)] * num_classes + classes_U
             some, inverse = np.unique(keys, return_inverse=True)
             reached = [
-                number(next_KS[key % num_classes][effects[key // num_classes]])
+                number(
+                    next_KS[key % num_classes][np.frombuffer(effects[key // num_classes], np.int16)]
+                )
                 for key in some.tolist()
             ]
             effect_U[: len(bytes_U)] = np.array(reached, np.int64)[inverse.reshape(-1)]
@@ -371,9 +369,13 @@ class Structures:
         for ids, effect in zip(self._ids, effect_U, strict=True):
             effect_of_V[ids] = effect
         is_final_S = np.append(letters.is_final_S, True)
-        table_ES = np.pad(np.array(effects), ((0, 1), (0, 1)))
+        table_ES = np.frombuffer(b"".join(effects), np.int16).reshape(-1, num_states)
+        eos_effect = len(effects)
+        effects.clear()
+        numbers.clear()
+        table_ES = np.pad(table_ES, ((0, 1), (0, 1)))
         table_ES[-1, is_final_S] = over
-        effect_of_V[list(self._eos_ids)] = len(effects)
+        effect_of_V[list(self._eos_ids)] = eos_effect
         # States within characters are left out if no token ends there.
         used, effect_of_V = np.unique(np.append(effect_of_V, 0), return_inverse=True)
         table_ES = table_ES[used]
@@ -384,9 +386,10 @@ class Structures:
             next_ = np.unique(table_ES[:, new])
             new = next_[~is_reached_S[next_]]
             is_reached_S[new] = True
-        number_S = np.cumsum(is_reached_S) - 1
+        number_S = np.cumsum(is_reached_S, dtype=np.int32) - 1
         if number_S[-1] >= MOST_STATES:
             raise ValueError(f"the pattern has more than {MOST_STATES - 2} states")
+        number_S = number_S.astype(np.int16)
         # The class of ids without transitions comes first.
         next_CS, class_of_E = np.unique(
             number_S[table_ES[:, is_reached_S]], axis=0, return_inverse=True

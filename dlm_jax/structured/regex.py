@@ -11,7 +11,7 @@ that depends on the expression alone, so all machines refuse the same expression
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 
 LONGEST = 1 << 15
 """Maximum length of an expression in characters."""
-MOST_STEPS = 1 << 23
+MOST_STEPS = 1 << 22
 """Maximum number of states and arcs that the compilation of an expression visits."""
 _MOST_UNMERGED = 2
 _MOST_NODES = 1 << 18
@@ -316,7 +316,6 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
         first = build(part, 0)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    read = {condition[0] for nexts in empty for _, condition in nexts if condition}
     steps = 0
 
     def count_steps(number: int) -> None:
@@ -325,26 +324,21 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
         if steps > MOST_STEPS:
             raise _too_large(f"more than {MOST_STEPS} steps")
 
-    closures: dict[tuple[int, int], frozenset[int]] = {}
-
-    def closure(node: int, last: int) -> frozenset[int]:
-        """The nodes that accept or read a byte, from a node on, behind a byte of class `last`."""
-        last = last if last in read else -1
-        if (node, last) not in closures:
-            seen, todo = {node}, [node]
-            while todo:
-                for after, condition in empty[todo.pop()]:
-                    if after not in seen and (
-                        condition is None or (condition[0] == last) == condition[1]
-                    ):
-                        seen.add(after)
-                        todo.append(after)
-            count_steps(len(seen))
-            closures[node, last] = frozenset(node for node in seen if not node or rows[node])
-        return closures[node, last]
+    def closure(nodes: Iterable[int], last: int) -> frozenset[int]:
+        """The nodes that accept or read a byte, from `nodes` on, behind a byte of class `last`."""
+        seen, todo = set(nodes), list(nodes)
+        while todo:
+            for after, condition in empty[todo.pop()]:
+                if after not in seen and (
+                    condition is None or (condition[0] == last) == condition[1]
+                ):
+                    seen.add(after)
+                    todo.append(after)
+        count_steps(len(seen))
+        return frozenset(node for node in seen if not node or rows[node])
 
     # A state is a set of nodes (Rabin and Scott 1959).
-    start = closure(first, -1)
+    start = closure([first], -1)
     number_of = {frozenset[int](): 0}
     number_of.setdefault(start, 1)
     sets = list(number_of)
@@ -358,8 +352,7 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
                 reached.setdefault(class_, set()).add(behind if to < 0 else base + to)
         next_K = [0] * (int(class_of_256.max()) + 1)
         for class_, targets in reached.items():
-            after = frozenset().union(*(closure(node, class_) for node in targets))
-            count_steps(len(after))
+            after = closure(targets, class_)
             next_K[class_] = number_of.setdefault(after, len(sets))
             if next_K[class_] == len(sets):
                 sets.append(after)

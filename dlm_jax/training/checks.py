@@ -112,6 +112,9 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
 
     Both arguments are metadata, see `Run`: of this run, and of the checkpoints in the directory.
     """
+    configs.from_saved(
+        saved, where=f"the run in train.out_dir={meta['config']['train']['out_dir']}"
+    )
     if found := _difference(json.loads(json.dumps(meta)), saved):  # JSON has no tuples
         what, remedy = found
         raise ValueError(

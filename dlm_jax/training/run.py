@@ -153,7 +153,7 @@ def config_of_run(out_dir: Path) -> Config:
         started = out_dir / CONFIG
         advice = f"; restart it with --config {started}" if started.is_file() else ""
         raise ValueError(f"--resume {out_dir}: {error}{advice}") from None
-    config = configs.from_dict(meta["config"], where=f"--resume {out_dir}")
+    config = configs.from_saved(meta, where=f"--resume {out_dir}")
     train = dataclasses.replace(config.train, out_dir=str(out_dir))
     # Values determined by the text are not part of the config.
     tokenizer, model = from_json(meta["tokenizer"]), config.model
@@ -457,7 +457,7 @@ def begin_with(
         if places is None:
             raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
         params = renumbered(params, fresh, places)
-    _check_settings(where, configs.from_dict(meta["config"], where=where).model, model)
+    _check_settings(where, configs.from_saved(meta, where=where).model, model)
     lacking = [name for name in fresh if name not in params]
     ignored = [name for name in params if name not in fresh]
     for name in (*lacking, *ignored):

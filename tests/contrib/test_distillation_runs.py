@@ -16,6 +16,7 @@ import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.contrib import distillation
 from dlm_jax.contrib.distillation import DistillationSettings, distil, main
+from dlm_jax.store import load_params, save_weights
 from dlm_jax.training import train
 
 FLAGS = {
@@ -74,8 +75,23 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(folder, monkeypatch):
         patch.setattr(distillation.jax.random, "fold_in", stops)
         with pytest.raises(KeyboardInterrupt):
             _distil(folder, "stopped")
+    with (folder / "stopped" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')  # a line of a killed process
     tiny_run.assert_same(_distil(folder, "stopped"), whole)
     assert _losses(folder / "stopped") == _losses(folder / "whole")
+
+
+def test_parameters_that_are_not_finite_are_not_saved(folder, monkeypatch):
+    monkeypatch.setattr(
+        distillation.loops.LoopState,
+        "updated",
+        lambda self, optimizer, grads: self._replace(
+            params=jax.tree.map(lambda leaf: leaf * np.nan, self.params)
+        ),
+    )
+    with pytest.raises(ValueError, match="^step 2: .* is not finite; lower"):
+        _distil(folder, "broken", train__log_every=100)
+    assert not any((folder / "broken" / "checkpoints").iterdir())
 
 
 def test_another_model_may_teach(folder):
@@ -84,6 +100,17 @@ def test_another_model_may_teach(folder):
         _distil(folder, name, DistillationSettings(teacher=teacher), train__steps=1)
     (own,), (other,) = (_losses(folder / name) for name in ("own", "other"))
     assert 0 < own < 0.1 and other > 2 * own
+
+
+def test_a_teacher_that_computes_otherwise_is_refused_by_name(folder, tmp_path):
+    params, meta = load_params(_base(folder))
+    meta["config"]["model"]["rope_theta"] = 100.0
+    teacher = str(tmp_path / "turned.safetensors")
+    save_weights(teacher, params, meta)
+    with pytest.raises(ValueError) as error:
+        _distil(folder, "turned", DistillationSettings(teacher=teacher))
+    why = "has model.rope_theta=100.0, but the config has 10000.0"
+    assert str(error.value).startswith("teacher: ") and why in str(error.value)
 
 
 @pytest.mark.slow
@@ -106,5 +133,11 @@ def test_what_does_not_go_together_is_refused_at_the_door(folder, tmp_path, caps
         DistillationSettings("kl")
     with pytest.raises(ValueError, match="teacher_steps=0 is below 1"):
         DistillationSettings(teacher_steps=0)
+    for change in ({"optim__ema_decay": 0.9}, {"train__accumulate": 2}, {"mesh__fsdp": 1}):
+        (key,) = (name.replace("__", ".") for name in change)
+        with pytest.raises(ValueError, match=f"^{key}=.* is not supported by this loop"):
+            _distil(folder, "unread", **change)
     assert main(["--teacher", "nowhere.safetensors", "data.source=nothing"]) == 2
     assert "nothing does not exist" in capsys.readouterr().err
+    assert main(["data.source"]) == 2
+    assert "KEY=VALUE='data.source' has no value" in capsys.readouterr().err

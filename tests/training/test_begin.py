@@ -21,6 +21,7 @@ from dlm_jax.data import CharacterTokenizer
 from dlm_jax.distributed.partitions import make_mesh, shardings
 from dlm_jax.model.transformer import build
 from dlm_jax.store import load_weights, save_weights
+from dlm_jax.training.checks import check_same_run
 from dlm_jax.training.run import begin_with, prepare
 from dlm_jax.training.train_step import TrainState
 
@@ -160,6 +161,32 @@ def test_a_model_whose_config_cannot_be_read_is_refused(tmp_path, section, key, 
     with pytest.raises(ValueError, match=r"^train\.init_from=.*\.safetensors: .*$") as error:
         _begun(source, _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("version", [None, "0.2.0"])
+def test_each_door_of_a_saved_model_names_all_keys_that_another_version_saved(tmp_path, version):
+    source = _trained(tmp_path)
+    params, meta = load_weights(source)
+    meta["config"]["model"]["mode"] = "language_model"
+    meta["config"]["rl"] = {"reward": ""}
+    if version:
+        meta["program"] = {"version of dlm_jax": version}
+    save_weights(source, params, meta)
+    now = {"config": configs.to_dict(Config())}
+    for where, door in {
+        source: lambda: dlm_jax.load(source),
+        f"train.init_from={source}": lambda: _begun(
+            source, _fresh(), TOKENIZER, model=_model(), report=pytest.fail
+        ),
+        "the run in train.out_dir=": lambda: check_same_run(now, meta),
+    }.items():
+        with pytest.raises(ValueError) as error:
+            door()
+        assert str(error.value).startswith(where)
+        assert str(error.value).endswith(
+            f": unknown keys '[rl]', 'model.mode', saved by dlm_jax {version or '0.2.0 or earlier'}"
+            "; use that version, or remove them from the saved config (docs/training.md)"
+        )
 
 
 def test_a_model_of_another_text_is_refused(tmp_path):

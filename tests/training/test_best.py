@@ -9,6 +9,7 @@ import tiny_run
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.store import Checkpoints, load_params
+from dlm_jax.training import train_loop
 from dlm_jax.training.run import Best
 
 META = {"config": {}}
@@ -84,16 +85,14 @@ def test_a_damaged_one_is_replaced(tmp_path):
 @pytest.fixture
 def falling_then_rising(monkeypatch):
     """Evaluations that are best in the middle of the run."""
-    import dlm_jax.training.tasks as tasks
-
     figures = iter([3.0, 2.0, 4.0, 5.0])
-    of = tasks.bound_of
+    of = train_loop.bound_of
 
     def bound_of(nats_N, free_N):
         found = of(nats_N, free_N)
         return found | {"bound": next(figures)}
 
-    monkeypatch.setattr(tasks, "bound_of", bound_of)
+    monkeypatch.setattr(train_loop, "bound_of", bound_of)
 
 
 def test_a_run_keeps_its_best_model_beside_the_newest(tmp_path, falling_then_rising):
