@@ -31,6 +31,7 @@ _ADVICE = {
         sdtt_share sdtt_steps sdtt_teacher_steps teacher
     """,
     "it is a flag of python -m dlm_jax.contrib.decide": "calibration fit labelled",
+    "pass **model.presets[NAME] in Python, or --preset NAME": "preset",
     "it was removed; use cache_refresh": "cache_margin",
     "it was removed; use more steps": "corrector_share corrector_steps",
     "it was removed; whole texts are compared": "edit_hidden",

@@ -265,8 +265,8 @@ def test_a_rule_of_the_wrong_kind_is_refused():
     _refused(f"rule Kindless {KIND}", rules=[Kindless])
     _refused(f"rule Bare {KIND}", rules=[Bare])
     _refused(
-        f"rules has {Plain!r}, which is not a rule; pass classes decorated by dlm_jax.rule "
-        "that subclass CommitRule, LogitTransform, ...", rules=[Plain],
+        f"rules has {Plain!r}, which is not a rule; pass modules, or classes decorated by "
+        "dlm_jax.rule that subclass CommitRule, LogitTransform, ...", rules=[Plain],
     )  # fmt: skip
     _refused(
         "rules is the class Leftmost; pass a list of classes or a module with classes",
@@ -276,7 +276,7 @@ def test_a_rule_of_the_wrong_kind_is_refused():
              "name",
              commit=Temperature(0.5))  # fmt: skip
     _refused("commit is the class Leftmost, not an object; pass Leftmost(...)", commit=Leftmost)
-    _refused("transforms is a Temperature; pass a list of rule objects",
+    _refused("transforms is a Temperature; pass a list, such as [..., f]",
              transforms=Temperature(0.5))  # fmt: skip
     _refused(
         "transforms is a Threshold, which is not a LogitTransform", transforms=[Threshold(0.5)]

@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -71,9 +71,9 @@ from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.rules import with_rules
 from dlm_jax.store.files import own_source, program_facts
 from dlm_jax.types import Params, Status
-from dlm_jax.viewing.frames import Frame, frame_of, special_names
-from dlm_jax.viewing.trace import write_trace
-from dlm_jax.viewing.watch import Watch, pace_of
+
+if TYPE_CHECKING:
+    from dlm_jax.viewing.frames import Frame
 
 
 def watched(
@@ -87,6 +87,9 @@ def watched(
 
     Returns the texts and the seconds spent waiting between redraws.
     """
+    from dlm_jax.viewing.frames import frame_of, special_names
+    from dlm_jax.viewing.watch import Watch, pace_of
+
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     steps = common.get("steps", model.sample.steps)
     watch = Watch(decode, sys.stderr, names=names, pace=pace_of(steps)) if args.watch else None
@@ -455,6 +458,9 @@ def _write_page(
 ) -> bool:
     """Writes the denoising page, prints a line, and returns True on success."""
     title = prompt.get("prompt") or prompt.get("template") or "unprompted"
+    from dlm_jax.viewing.frames import special_names
+    from dlm_jax.viewing.trace import write_trace
+
     decode, names = model.tokenizer.decode, special_names(model.tokenizer)
     try:
         write_trace(

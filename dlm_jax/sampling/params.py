@@ -195,7 +195,7 @@ def _rule_objects(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:
     for slot, (base, selector, _) in SLOTS.items():
         value: Any = layer.get(slot)
         if slot == "transforms" and not isinstance(value, list | tuple | None):
-            raise ValueError(f"transforms is {shown_rule(value)}; pass a list of rule objects")
+            raise ValueError(f"transforms is {shown_rule(value)}; pass a list, such as [..., f]")
         is_object = isinstance(value, base) or (selector and isinstance(value, Rule | type))
         if value is None or not (is_object or slot in ("transforms", "commit")):
             continue  # a name or a value of the setting of this name
@@ -206,6 +206,8 @@ def _rule_objects(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:
             if slot == "transforms" and callable(rule) and not isinstance(rule, Rule | type):
                 rule = function_transform(rule)
             if not isinstance(rule, base):
+                if rule is ...:
+                    raise ValueError("transforms has ... behind another part; it comes first")
                 why = f"which is not a {SLOTS[slot].base_name}"
                 why += "; use order=... for a name" if slot == "commit" else ""
                 if isinstance(rule, type) and issubclass(rule, base):

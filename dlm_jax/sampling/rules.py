@@ -441,8 +441,8 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
             isinstance(cls, type) and issubclass(cls, Rule)
         ):
             raise ValueError(
-                f"rules has {cls!r}, which is not a rule; pass classes decorated by dlm_jax.rule "
-                "that subclass CommitRule, LogitTransform, ..."
+                f"rules has {cls!r}, which is not a rule; pass modules, or classes decorated by "
+                "dlm_jax.rule that subclass CommitRule, LogitTransform, ..."
             )
         found += classes_of(cls) if isinstance(cls, ModuleType) else [cls]
     return found

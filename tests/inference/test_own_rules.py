@@ -144,7 +144,7 @@ def doubled(logits_NV):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"transforms": [TopK(2), ...]}, "transforms is a ellipsis, which is not a LogitTransform"),
+        ({"transforms": [TopK(2), ...]}, "transforms has ... behind another part; it comes first"),
         ({"commit": Threshold(0.5), "order": "random"}, "commit and order both select a rule"),
         ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is given twice"),
         (
