@@ -18,7 +18,6 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.cli import common, ends, evaluation, exporter, sample
-from dlm_jax.cli import sample as shown
 from dlm_jax.cli.ends import End, NotFiniteError, program, refusals
 from dlm_jax.distributed import processes
 from dlm_jax.store import not_finite, save_weights
@@ -203,7 +202,7 @@ def test_a_page_that_cannot_be_written_costs_no_text(tmp_path, capsys, monkeypat
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shown, "write_trace", full)
+    monkeypatch.setattr("dlm_jax.viewing.trace.write_trace", full)
     page = str(tmp_path / "page.html")
     assert sample.main([*run, *short, "--trace", page]) == End.NO_PAGE
     out, err = capsys.readouterr()

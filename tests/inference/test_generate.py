@@ -403,7 +403,7 @@ def test_the_draw_is_a_setting_of_a_prompt_of_a_call_or_of_the_model():
 
 def test_draws_of_the_settings_are_those_of_the_library():
     assert tuple(BUILT_IN.settings["draw"].choices) == METHODS
-    with pytest.raises(ValueError, match="did you mean 'gumbel'"):
+    with pytest.raises(ValueError, match="draw='gumble' is not .* use one of inverse_cdf, gumbel"):
         MODEL.program(draw="gumble")
 
 
