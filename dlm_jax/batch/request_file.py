@@ -8,6 +8,7 @@ sample number.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -130,6 +131,19 @@ class KeyTable(Set[Key]):
             yield tuple(key) if isinstance(key, list) else key
 
 
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
+    """A file of requests, open for reading. Raises ValueError if it cannot be opened or read."""
+    try:
+        with Path(path).open("rb") as file:
+            yield file
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read: {error.strerror}; pass a file of requests, one JSON object "
+            "per line"
+        ) from None
+
+
 class RequestFile:
     """The non-blank lines of a file of requests, in order, with unique ids.
 
@@ -198,14 +212,7 @@ class RequestFile:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[IO[bytes]]:
-        try:
-            file = self._path.open("rb")
-        except OSError as error:
-            raise ValueError(
-                f"{self._path} cannot be read: {error.strerror}; pass a file of requests, one JSON "
-                "object per line"
-            ) from None
-        with file:
+        with opened(self._path) as file:
             yield file
             now = os.fstat(file.fileno())
         before = self._state

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from dlm_jax.batch.request_file import Key, KeyTable, check_process
+from dlm_jax.batch.request_file import Key, KeyTable, check_process, opened
 from dlm_jax.store.files import Damaged, refused_unless_full, replacing, with_crc, without_crc
 
 
@@ -145,7 +145,7 @@ def fingerprint(
       settings: everything else that the results depend on; the order does not matter.
     """
     described = json.dumps([model, settings], sort_keys=True).encode()
-    with open(requests, "rb") as file:
+    with opened(requests) as file:
         content = hashlib.file_digest(file, "sha256").digest()
     return hashlib.sha256(content + described).hexdigest()
 

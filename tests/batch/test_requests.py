@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_jax.batch import Line, RequestFile, request_file, share
+from dlm_jax.batch import Line, RequestFile, fingerprint, request_file, share
 from dlm_jax.batch.request_file import KeyTable
 
 KNOWN = ("temperature", "top_k", "logit_bias")
@@ -264,3 +265,14 @@ def test_many_keys_take_little_time_also_where_the_last_two_are_equal(path):
     (line,) = read(path, "{" + ", ".join([*keys, '"k99999": 1']) + "}")
     assert line.error.endswith('("k99999" is given twice); correct it')
     assert time.process_time() - start < 3
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="no file that cannot be read")
+def test_a_file_whose_bytes_cannot_be_read_is_refused_by_name():
+    unreadable = "/proc/self/mem"
+    for read in (
+        lambda: list(RequestFile(unreadable, known=())),
+        lambda: fingerprint(unreadable, model={}, settings={}),
+    ):
+        with pytest.raises(ValueError, match="^/proc/self/mem cannot be read: .*; pass a file of"):
+            read()
