@@ -13,7 +13,9 @@ from engine_cases import MODEL, SLOTS, alone, request, same_row
 
 from dlm_jax.inference.engine import AsyncEngine, Engine
 from dlm_jax.inference.request import make_requests
+from dlm_jax.sampling.commit.orders import LowConfidence
 from dlm_jax.sampling.loop import Advance
+from dlm_jax.settings import rule
 from dlm_jax.types import Status
 
 
@@ -59,6 +61,17 @@ def test_canvases_come_block_by_block_and_the_last_is_the_row():
     assert blocks[-1].tokens.tolist() == steps[-1].tokens.tolist()
 
 
+def _request_of_a_new_program(steps=4):
+    """A request whose program no other test of this process has compiled."""
+
+    @rule
+    class New(LowConfidence):
+        pass
+
+    settings = {"gen_length": steps, "steps": steps, "commit": New()}
+    return make_requests(MODEL, "", settings)[0]
+
+
 class Compilers:
     """Holds up each program before its first call, until it is told to go on."""
 
@@ -77,10 +90,10 @@ class Compilers:
         monkeypatch.setattr(Advance, "__call__", call)
 
 
-@pytest.mark.parametrize(("is_idle", "order"), [(True, "margin"), (False, "entropy")])
-def test_rows_go_on_while_the_program_of_another_request_compiles(is_idle, order, monkeypatch):
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_rows_go_on_while_the_program_of_another_request_compiles(is_idle, monkeypatch):
     (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
-    (new,) = make_requests(MODEL, "", {"gen_length": 4, "steps": 4, "order": order})
+    new = _request_of_a_new_program()
 
     async def both(engine):
         await engine.row(request(4))
@@ -119,7 +132,7 @@ def test_rows_go_on_in_the_program_that_is_there_while_a_larger_one_compiles(mon
 
 
 def test_a_program_that_cannot_be_compiled_is_told_to_those_who_wait_for_it_alone(monkeypatch):
-    (new,) = make_requests(MODEL, "", {"gen_length": 4, "steps": 4, "order": "threshold"})
+    new = _request_of_a_new_program()
 
     async def both(engine):
         await engine.row(request(4))
@@ -248,7 +261,7 @@ def test_turns_go_on_without_the_event_loop_and_take_up_what_comes(monkeypatch):
 
 
 def test_a_request_that_comes_during_a_call_does_not_wait_for_the_program_of_another(monkeypatch):
-    (new,) = make_requests(MODEL, "", {"gen_length": 4, "steps": 4, "order": "random"})
+    new = _request_of_a_new_program()
     step, is_in_step, goes_on = Engine.step, threading.Event(), threading.Event()
 
     def held(engine, num_steps, **how):
