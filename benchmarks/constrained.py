@@ -36,12 +36,9 @@ import numpy as np
 
 import dlm_jax
 from benchmarks.pods import sampling_step
-from benchmarks.serving import served
 from benchmarks.structure_masks import SCHEMA
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
-from dlm_jax.contrib.pod_costs import cost, torus_of
-from dlm_jax.contrib.tasks import RECORD, records
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.distributed.mesh import topology_devices
@@ -444,6 +441,8 @@ def time_answers(rounds: int) -> None:
 
 def judge_records(rounds: int, texts: int) -> None:
     """Prints validity, correct fields and bits of records for prompts outside the corpus."""
+    from dlm_jax.contrib.tasks import RECORD, records
+
     model, judge = (dlm_jax.load(f"runs/{name}") for name in ("records", "records_judge"))
     prompts = [prompt for prompt, _ in records.examples(20_000)[records.size :]][:texts]
     pattern = regex_of_schema(RECORD)
@@ -484,6 +483,8 @@ def _with_error(values: np.ndarray) -> tuple[float, float]:
 
 def time_http(rounds: int, requests: int) -> None:
     """Prints the time of JSON answers of a server, compared with one token per step."""
+    from benchmarks.serving import served
+
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
     common = {"prompt": "JSON: ", "max_tokens": 64, "temperature": 0.8, "response_format": form}
     arms: dict[str, dict[str, Any]] = {
@@ -523,6 +524,8 @@ def time_http(rounds: int, requests: int) -> None:
 
 def compile_steps(topology: str, vocab_size: int = 32768, positions: int = 64) -> None:
     """Prints the estimated cost on a TPU of a step of rows with a structure."""
+    from dlm_jax.contrib.pod_costs import cost, torus_of
+
     devices = topology_devices(topology)
     mesh, rows = make_mesh(MeshConfig(), devices), 4 * len(devices)
     shape = ModelConfig(

@@ -179,6 +179,18 @@ def test_without_contrib_and_applications_a_text_is_sampled_and_a_model_trained(
         )
         assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("A")
+    # The tests of the core need none of them.
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=left_out)
+    for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "docs", "benchmarks", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    collected = subprocess.run(
+        [sys.executable, "-c", _COPY_ALONE.replace("run_path(sys.argv[0]", 'run_module("pytest"'),
+         "-", "--collect-only", "-n0", "-m", "slow or not slow", "-p", "no:cacheprovider",
+         "--ignore", "tests/test_citations.py"],
+        cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert collected.returncode == 0, collected.stdout[-3000:]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

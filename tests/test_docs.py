@@ -18,7 +18,6 @@ import dlm_jax.config as configs
 from benchmarks import causal_to_diffusion, settings_page
 from dlm_jax.cli.common import PRESET
 from dlm_jax.config import Config, DataConfig, SamplingParams
-from dlm_jax.contrib.rl import train_policy
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
@@ -270,6 +269,7 @@ def test_the_extras_on_the_first_page_are_those_of_the_package():
 
 @pytest.mark.slow
 def test_the_prompts_of_a_file_are_those_that_are_sampled_and_rewarded(tmp_path, monkeypatch):
+    rl = pytest.importorskip("dlm_jax.contrib.rl")
     page = _text("reinforcement.md")
     (lines,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
     (toml,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
@@ -289,5 +289,5 @@ def test_the_prompts_of_a_file_are_those_that_are_sampled_and_rewarded(tmp_path,
         seen.extend(prompts)
         return [1.0 - len(answer) / 4 for answer in answers]
 
-    train_policy(configs.load("config.toml", flags), is_short, report=lambda line: None)
+    rl.train_policy(configs.load("config.toml", flags), is_short, report=lambda line: None)
     assert seen and set(seen) <= {json.loads(line)["prompt"] for line in unique}

@@ -10,7 +10,9 @@ import safetensors.numpy
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from benchmarks import real_model, real_model_files
+pytest.importorskip("dlm_jax.contrib", reason="benchmarks measure it")
+
+from benchmarks import real_model, real_model_files  # noqa: E402
 
 WIDTH, INNER, LAYERS, HEADS = 16, 24, 3, 2
 NAMES = ["<|im_start|>", "<|im_end|>", "<|unused|>"]

@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
-from benchmarks import recheck
+pytest.importorskip("dlm_jax.contrib", reason="benchmarks measure it")
+
+from benchmarks import recheck  # noqa: E402
 
 
 def test_every_table_with_figures_has_a_row_that_is_checked_or_says_what_makes_it():

@@ -16,8 +16,8 @@ from dlm_jax.config import Config, SamplingParams
 from dlm_jax.inference import request
 from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.rules import BUILT_IN
-from dlm_jax.serving.protocol import Chat, Completion
 
+protocol = pytest.importorskip("dlm_jax.serving.protocol")
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| ")]
@@ -63,8 +63,8 @@ def _exists(name: str) -> bool:
         return key in {field.name for field in dataclasses.fields(getattr(Config(), section))}
     known = {
         *BUILT_IN.settings,
-        *Chat.model_fields,
-        *Completion.model_fields,
+        *protocol.Chat.model_fields,
+        *protocol.Completion.model_fields,
         *PRESETS,
         *request.PROMPT_KEYS,
         *request._NOT_SETTINGS,

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_run
-import viewing_cases
 
 import dlm_jax.config as configs
 from dlm_jax.batch.result_file import Results
@@ -22,7 +21,6 @@ from dlm_jax.store import save_weights
 from dlm_jax.store.files import copy_whole, located, replacing
 from dlm_jax.training.metrics import MetricsLog, plot_losses
 from dlm_jax.training.run import write_config
-from dlm_jax.viewing.trace import write_trace
 
 
 def _metrics(path: Path) -> None:
@@ -45,9 +43,6 @@ WRITERS = {
     "loss.png": lambda path: plot_losses([{"kind": "train", "step": 1, "loss": 1.0}], path),
     "out.safetensors": lambda path: save_weights(path, {"w": np.ones(2, np.float32)}, {}),
     "ids.npy": lambda path: write_tokens(path, np.arange(3), vocab_size=9),
-    "page.html": lambda path: write_trace(
-        path, [[viewing_cases.frame("A")]], viewing_cases.decode, title=""
-    ),
     "out.jsonl": _results,
 }
 

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import itertools
 import json
-import re
 import sys
 
 import jax
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import toy
 import toy_model
-from serving_cases import post, serving
 
 import dlm_jax
 from dlm_jax.batch import runner
@@ -597,44 +595,6 @@ def test_the_engine_names_the_program_that_is_compiled_and_only_while_it_is(tmp_
     assert len(seen) > 2 and engines[0].compiling == ""
     for has_run, name in seen:
         assert bool(name) == (not has_run) and (has_run or name.startswith("rows=1 canvas="))
-
-
-SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"enum": [7, 70]}}}
-SHAPED = [
-    ({"response_format": SCHEMA}, "70?"),
-    ({"response_format": {"type": "regex", "regex": "(cat|rat)( sat)?"}}, "(cat|rat)( sat)?"),
-    ({"structure": "(cat|rat)( sat)?"}, "(cat|rat)( sat)?"),
-]
-
-
-def _of_http(model, requests):
-    with serving(model) as server:
-        made = [post(server, "/v1/completions", asked) for asked in requests]
-    assert all(one.status_code == 200 for one in made), [one.text for one in made]
-    return [one.json()["choices"][0]["text"] for one in made]
-
-
-def test_lines_take_stops_and_formats_as_requests_over_http_do(tmp_path):
-    model = dataclasses.replace(
-        toy_model.of(toy_model.TEXT + "07"), sample=SamplingParams(chain=("temperature",), steps=4)
-    )
-    plain = {"prompt": "A ", "seed": 3, "steps": 12, "order": "left_to_right", "ignore_eos": True}
-    (row,) = _run(tmp_path, [plain | {"gen_length": 12}], model=model)
-    whole = row["text"][2:]
-    asked = [
-        plain | {"stop": [whole[4:6], "zz"]},
-        plain | {"stop_token_ids": model.tokenizer.encode(whole[5]).tolist()},
-        *({"prompt": "A ", "seed": 3} | own for own, _ in SHAPED),
-    ]
-    (tmp_path / "more").mkdir()
-    rows = _run(tmp_path / "more", [one | {"gen_length": 12} for one in asked], model=model)
-    assert [row["text"][2:] for row in rows] == _of_http(
-        model, [one | {"max_tokens": 12} for one in asked]
-    )
-    assert rows[0]["text"] == "A " + whole[: whole.index(whole[4:6])]
-    assert rows[0]["length"] == len(rows[0]["tokens"]) < 14
-    for row, (_, pattern) in zip(rows[2:], SHAPED, strict=True):
-        assert re.fullmatch(pattern, row["text"][2:]), row
 
 
 @pytest.mark.parametrize(

@@ -193,28 +193,6 @@ def test_a_full_disk_ends_with_5_and_is_no_refusal(tmp_path, capsys, monkeypatch
     assert err.count("\n") == 1
 
 
-def test_a_page_that_cannot_be_written_costs_no_text(tmp_path, capsys, monkeypatch):
-    run = ["--checkpoint", str(saved_model.save(tmp_path / "run"))]
-    short = ["--gen-length", "4", "--steps", "2"]
-    assert sample.main([*run, *short]) == 0
-    text = capsys.readouterr().out
-
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("dlm_jax.viewing.trace.write_trace", full)
-    page = str(tmp_path / "page.html")
-    assert sample.main([*run, *short, "--trace", page]) == End.NO_PAGE
-    out, err = capsys.readouterr()
-    assert out == text
-    assert f"error: --trace {page} cannot be written: No space left on device" in err
-    for bad, said in ((tmp_path, "is a directory"), ("/proc/page.html", "cannot be written")):
-        with pytest.raises(SystemExit) as ended:
-            sample.main([*run, "--trace", str(bad)])
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("cache", [None, "/proc"])
 def test_a_user_without_a_home_or_with_one_of_read_only_has_no_cache_of_programs(
     monkeypatch, cache

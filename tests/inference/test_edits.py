@@ -17,7 +17,6 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests, settings_of_call
 from dlm_jax.inference.results import Row
 from dlm_jax.types import Network, Status
-from dlm_jax.viewing.frames import Kind, changes, frame_of
 
 TOKENIZER = toy_model.TOKENIZER
 SAMPLE = SamplingParams(
@@ -129,11 +128,6 @@ def test_the_last_canvas_of_a_stream_is_what_is_generated(every, num_samples):
         assert rows[-1].counters == tuple(column[index] for column in made.counters)
 
 
-def _frames(index, rows):
-    mask_id = TOKENIZER.mask_id
-    return [frame_of(index, row, mask_id=mask_id) for row in rows]
-
-
 def _traced(rows) -> list[int]:
     """Where each token of the last canvas stood on the first; -1 where it was not there."""
     places = list(range(rows[0].tokens.size))
@@ -176,21 +170,6 @@ def test_origins_count_from_the_canvas_shown_last_for_a_row_cancelled_or_shown_a
         rows = shown[index]
         assert rows[-1].status is Status.CANCELLED
         assert _traced(rows) == _traced(_streamed(1)[index][:4])
-
-
-@pytest.mark.parametrize(("every", "num_samples"), [(1, 1), (3, 3), ("block", 1)])
-def test_a_view_accepts_the_canvases_and_sees_as_many_edits_as_are_counted(every, num_samples):
-    for index, rows in enumerate(_streamed(every, num_samples)):
-        frames = _frames(index, rows)
-        counted = [row.counters for row in rows]
-        for before, after, old, new in zip(frames, frames[1:], counted, counted[1:], strict=False):
-            seen = changes(before, after)
-            if every != 1:
-                continue
-            assert seen.count(Kind.INSERTED) == new.insertions - old.insertions
-            pushed_out = seen.deleted.size - (new.deletions - old.deletions)
-            is_refusing = PROMPTS[index].get("overflow") == "refuse"
-            assert 0 <= pushed_out <= (0 if is_refusing else new.lost - old.lost)
 
 
 def _refused(model=MODEL, prompt="The ", **settings):
