@@ -15,7 +15,7 @@ def test_there_are_examples():
     assert len(EXAMPLES) >= 7
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_and_prints(path, tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT)}

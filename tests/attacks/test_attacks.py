@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("attack", "count"),
     [("flips", 25), ("inputs", 500), ("ends", 0), ("kills", 4), ("hostile", 150)],

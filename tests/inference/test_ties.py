@@ -28,6 +28,11 @@ CASES = [{"order": order, "fill": "parallel"} for order in ORDERS]
 CASES += [{"order": order, "fill": "wavefront"} for order in ORDERS if order != "posterior"]
 
 
+def _is_main(settings):
+    """Whether a case is run in all sizes, and by `-m slow`; `-m nightly` runs the others."""
+    return settings in MORE or settings["order"] in ("low_confidence", "random", "threshold")
+
+
 PROMPTS = ["", "ROMEO:\n"]
 
 
@@ -51,12 +56,16 @@ def _texts(requests, *sizes, canvas=32):
     return [tuple(rows[index].tokens) for index in range(len(requests))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [*CASES, *MORE], ids=lambda settings: "-".join(map(str, settings.values()))
+    "settings",
+    [
+        pytest.param(one, marks=pytest.mark.slow if _is_main(one) else pytest.mark.nightly)
+        for one in (*CASES, *MORE)
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_texts_are_the_same_alone_and_in_every_batch_and_canvas(settings):
-    is_main = settings in MORE or settings["order"] in ("low_confidence", "random", "threshold")
+    is_main = _is_main(settings)
     requests = _requests(settings)
     whole = _texts(requests, 64)
     # Rows that begin greedily differ less.

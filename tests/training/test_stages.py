@@ -270,7 +270,7 @@ def test_the_critic_sees_the_text_with_its_supervised_holes_filled():
 @pytest.mark.parametrize(
     ("mesh", "parts"),
     [
-        pytest.param("cube", 2, marks=SLOW),
+        pytest.param("cube", 2, marks=pytest.mark.nightly),
         pytest.param("one", 1, marks=SLOW),
         pytest.param("one", 4, marks=SLOW),
         pytest.param("data", 1, marks=SLOW),

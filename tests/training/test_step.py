@@ -98,7 +98,7 @@ def _trained(name: str):
     return jax.device_get((state, seen))
 
 
-@pytest.mark.parametrize("name", ["data", pytest.param("cube", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["data", pytest.param("cube", marks=pytest.mark.nightly)])
 def test_eight_devices_train_like_one(name):
     _assert_near(_trained(name), _trained("one"))
 
@@ -114,7 +114,7 @@ def _descended(name: str, parts: int):
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"), [("one", 4), pytest.param("cube", 2, marks=pytest.mark.slow)]
+    ("name", "parts"), [("one", 4), pytest.param("cube", 2, marks=pytest.mark.nightly)]
 )
 def test_accumulating_parts_gives_the_step_of_the_whole_batch(name, parts):
     _assert_near(_descended(name, parts), _descended("one", 1))
