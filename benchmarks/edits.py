@@ -4,7 +4,6 @@
     python -m benchmarks.edits run --checkpoint runs/shakespeare_proofreader --csv FILE
     python -m benchmarks.edits lengths --checkpoint runs/shakespeare_proofreader
     python -m benchmarks.edits quality --checkpoint runs/shakespeare_proofreader --judge RUN
-    python -m benchmarks.edits picture --checkpoint runs/shakespeare_proofreader
 
 Every arm takes the same number of forwards per row. `tune` runs the grid of each arm on other seeds
 than `run` and writes the best settings to its CSV, which `run` reads.
@@ -258,7 +257,7 @@ def _append(path: str, row: dict[str, Any]) -> None:
 def main() -> None:
     """Runs a part of the study."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["tune", "run", "table", "lengths", "quality", "picture"])
+    parser.add_argument("part", choices=["tune", "run", "table", "lengths", "quality"])
     parser.add_argument("--checkpoint", default="runs/shakespeare_proofreader")
     parser.add_argument("--judge", help="quality: an autoregressive model")
     parser.add_argument("--csv", default="benchmarks/results/edits.csv")
@@ -270,8 +269,7 @@ def main() -> None:
     parser.add_argument(
         "--near", action="store_true", help="tune: prefer distances below untouched"
     )
-    parser.add_argument("--settings", default="{}", help="lengths, quality, picture: JSON")
-    parser.add_argument("--out", default="benchmarks/results/edits.png")
+    parser.add_argument("--settings", default="{}", help="lengths, quality: JSON")
     args = parser.parse_args()
     if args.part == "table":
         table(args.csv)
@@ -286,15 +284,10 @@ def main() -> None:
         table(args.csv)
     elif args.part == "lengths":
         lengths(task, settings, args.seeds)
-    elif args.part == "quality":
+    else:
         if args.judge is None:
             sys.exit("quality needs --judge, an autoregressive model of the same text")
         quality(task, settings, dlm_jax.load(args.judge), args.seeds)
-    else:
-        from benchmarks.edit_picture import draw
-
-        repairs, given = task.repairs(args.seeds[0])[:32], COMMON | {"steps": FORWARDS - 1}
-        draw(task.model, repairs, given | settings, args.out)
 
 
 if __name__ == "__main__":

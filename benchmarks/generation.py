@@ -2,7 +2,6 @@
 
     python -m benchmarks.generation --check     token for token: are both texts equal?
     python -m benchmarks.generation --speed     seconds of both, at equal forwards
-    python -m benchmarks.generation --overhead  share of a step outside trunk and readout
 
 Both frameworks get the same random weights, prompts and two threads. Each framework runs in a
 separate process; the parent alternates between them and takes medians of calls from prompts to
@@ -73,22 +72,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("check", "speed", "overhead"):
+    for name in ("check", "speed"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--vocab-sizes", type=int, nargs="+", choices=(128, 50257),
-                        default=[128, 50257], help="vocabularies of the overhead")  # fmt: skip
     parser.add_argument("--batches", type=int, default=2, help="compared batches of prompts")
     parser.add_argument("--rounds", type=int, default=5, help="calls per median")
     args = parser.parse_args()
     # XLA starts a thread for each allowed core; the processes inherit the affinity.
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
-    runs_all = not (args.check or args.speed or args.overhead)
-    if args.overhead or runs_all:
-        from benchmarks import step_overhead
-
-        step_overhead.report(args.vocab_sizes, args.rounds)
+    runs_all = not (args.check or args.speed)
     if args.speed or runs_all:
         speed(args.sizes, args.rounds)
     if (args.check or runs_all) and not check(args.sizes, args.batches):

@@ -1,6 +1,5 @@
 """The code of docs/ runs as it stands and does what the text around it says."""
 
-import csv
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import toy
 
 import dlm_jax
 import dlm_jax.config as configs
-from benchmarks import causal_to_diffusion, settings_page
+from benchmarks import settings_page
 from dlm_jax.cli.common import PRESET
 from dlm_jax.config import Config, DataConfig, SamplingParams
 from dlm_jax.data import CharacterTokenizer
@@ -245,18 +244,6 @@ def test_every_order_has_a_row_in_a_table_of_orders():
 
 def test_the_page_of_settings_is_what_the_rules_declare():
     assert (DOCS / "settings.md").read_text(encoding="utf-8") == settings_page.page()
-
-
-def test_the_table_of_causal_models_that_are_turned_is_that_of_its_data():
-    path = RESULTS / "causal_to_diffusion.csv"
-    text = (RESULTS / "training.md").read_text(encoding="utf-8")
-    assert "\n".join(causal_to_diffusion.table(path)) in text
-    with path.open(encoding="utf-8", newline="") as file:
-        bound = {(row["kind"], row["begins"], row["step"]): float(row["nats"])
-                 for row in csv.DictReader(file) if row["kind"] != "causal"}  # fmt: skip
-    assert len(bound) == 32
-    for (kind, begins, step), nats in bound.items():
-        assert begins == "fresh" or nats < bound[kind, "fresh", step]
 
 
 def test_the_extras_on_the_first_page_are_those_of_the_package():

@@ -245,8 +245,7 @@ def start_jax() -> None:
     Afterwards, each warning of the library is printed as one line on standard error.
 
     The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory. With the cache,
-    the second start of a program takes a third of the time of the first start
-    (`benchmarks/compile_cache.py`).
+    the second start of a program takes a third of the time of the first start.
     """
     warnings.showwarning = _show_warning
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
