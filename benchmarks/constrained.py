@@ -1,18 +1,16 @@
-"""Measures the constrained fills: distributions, matches, quality, time of a step and an answer.
+"""Measures the constrained fills: distributions, matches, time of a step and an answer.
 
     python -m benchmarks.constrained law
     python -m benchmarks.constrained valid
     python -m benchmarks.constrained step
     python -m benchmarks.constrained answer
     python -m benchmarks.constrained http
-    python -m benchmarks.constrained quality
     python -m benchmarks.constrained tpu
 
 `law` compares sample counts of a model of independent positions with their exact distribution,
 enumerated in float64 independently of the loop. `valid` counts the matching samples of random
 requests. `step` is compared with the unconstrained step, `answer` and `http` with one token per
-step. `quality` scores the fields of records of `configs/records.toml`, and their bits under
-`configs/records_judge.toml`. `tpu` compiles a step for a TPU that may be absent.
+step. `tpu` compiles a step for a TPU that may be absent.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ from benchmarks.structure_masks import SCHEMA
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.diffusion.likelihood import half_width
 from dlm_jax.distributed.mesh import topology_devices
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
@@ -439,48 +436,6 @@ def time_answers(rounds: int) -> None:
         )  # fmt: skip
 
 
-def judge_records(rounds: int, texts: int) -> None:
-    """Prints validity, correct fields and bits of records for prompts outside the corpus."""
-    from dlm_jax.contrib.tasks import RECORD, records
-
-    model, judge = (dlm_jax.load(f"runs/{name}") for name in ("records", "records_judge"))
-    prompts = [prompt for prompt, _ in records.examples(20_000)[records.size :]][:texts]
-    pattern = regex_of_schema(RECORD)
-    fills = ("constrained", "constrained_waves")
-    arms = {("a token a step", "left_to_right"): ONE_A_STEP} | {
-        (fill, f"{order}, {steps} steps"): {"fill": fill, "order": order, "steps": steps}
-        for steps in (4, 8, 16) for fill in fills for order in ("random_filled", "low_confidence")
-    }  # fmt: skip
-    print("| fill | order | forwards | valid | right fields | bits of an answer |")
-    print("| --- " * 6 + "|")
-    for (fill, order), settings in arms.items():
-        answers, forwards = [], []
-        for seed in range(rounds):
-            asked = [{"prompt": one, "seed": 1000 * seed + k} for k, one in enumerate(prompts)]
-            made = dlm_jax.generate(
-                model, asked, structure=pattern, gen_length=96, batch_size=32, temperature=1.0,
-                ignore_eos=False, rules=[_waves().fill["constrained_waves"]], **settings,
-            )  # fmt: skip
-            answers += [t.removeprefix(p) for t, p in zip(made.texts, prompts, strict=True)]
-            forwards += made.forwards.tolist()
-        valid = sum(re.fullmatch(pattern, answer) is not None for answer in answers)
-        right = np.array(records(prompts * rounds, answers))
-        bits = dlm_jax.score(judge, answers, prompts=prompts * rounds).nats / math.log(2)
-        (share, by), (cost, up) = (_with_error(x) for x in (right, bits))
-        print(
-            f"| {fill} | {order} | {np.mean(forwards):.1f} | {valid} of {len(answers)} | "
-            f"{share:.4f} +- {by:.4f} | {cost:.2f} +- {up:.2f} |", flush=True,
-        )  # fmt: skip
-
-
-ONE_A_STEP: dict[str, Any] = {"fill": "parallel", "order": "left_to_right", "steps": 96}
-
-
-def _with_error(values: np.ndarray) -> tuple[float, float]:
-    """The mean and half of the 95% interval."""
-    return float(values.mean()), half_width(values.std(ddof=1) / len(values) ** 0.5, len(values))
-
-
 def time_http(rounds: int, requests: int) -> None:
     """Prints the time of JSON answers of a server, compared with one token per step."""
     from benchmarks.serving import served
@@ -561,7 +516,6 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2048, 50257])
-    parser.add_argument("--prompts", type=int, default=160)
     parser.add_argument("--topology", default="v5e:2x2")
     args = parser.parse_args()
     if args.what != "tpu":
@@ -575,7 +529,6 @@ RUNS: dict[str, Callable[[argparse.Namespace], None]] = {
     "answer": lambda args: time_answers(args.rounds),
     "http": lambda args: time_http(args.rounds, 4),
     "step": lambda args: time_steps(args.slots, args.rounds, args.sizes),
-    "quality": lambda args: judge_records(args.rounds, args.prompts),
     "tpu": lambda args: compile_steps(args.topology),
 }
 

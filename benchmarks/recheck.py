@@ -271,7 +271,7 @@ UNCHECKED = {
     ("serving.md", "Cost"): "a clock: python benchmarks/serving.py",
     ("structure.md", "Cost"): "a clock: python benchmarks/structure_masks.py",
     ("structure.md", "The constrained fill"): "a clock: python -m benchmarks.constrained",
-    ("structure.md", "Quality"): "trainings: python -m benchmarks.constrained quality",
+    ("structure.md", "Quality"): _STUDY,
     ("structure.md", "Over HTTP"): "a clock: python -m benchmarks.constrained http",
     ("structure.md", "On a TPU"): "the compiler for TPUs: python -m benchmarks.constrained tpu",
     ("structure.md", "Schemas and expressions"):
@@ -323,8 +323,7 @@ UNCHECKED = {
         "a clock and PyTorch: python benchmarks/samplers.py",
     ("performance.md", "Generation compared with PyTorch"):
         "a clock and PyTorch: python -m benchmarks.generation",
-    ("sampler_head.md", "A larger model"):
-        "trainings on a GPU: python train.py --config configs/python_source_50m.toml",
+    ("sampler_head.md", "A larger model"): _STUDY,
     ("sampler_head.md", "Comparison with training-free rules"): _STUDY,
     ("training.md", "Recipes at equal time"): _STUDY,
     ("training.md", "Block-causal, bidirectional and causal models"): _STUDY,

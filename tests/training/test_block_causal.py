@@ -5,7 +5,6 @@ import pytest
 import tiny_run
 
 import dlm_jax
-import dlm_jax.config as configs
 from dlm_jax.config import Config, ModelConfig, ObjectiveConfig, SamplingParams
 
 
@@ -44,8 +43,3 @@ def test_what_a_block_causal_config_cannot_be_is_refused(section, changes, line)
     with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
         Config(**{name: kinds[name](**values) for name, values in given.items()})
     assert line in str(refusal.value)
-
-
-def test_the_shipped_config_of_a_block_causal_model_is_read():
-    config = configs.load("configs/shakespeare_bpe_blocks.toml", {})
-    assert (config.model.block_length, config.sample.cache) == (16, "exact")
