@@ -8,17 +8,18 @@ creates a tokenizer from a kind and a text.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import tokenizers
@@ -96,6 +97,11 @@ def text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(token for token in range(tokenizer.vocab_size) if token not in special)
 
 
+def noise_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that uniform noise can show: text tokens, and EOS, which samplers can also write."""
+    return tuple(sorted({*text_ids(tokenizer), tokenizer.eos_id}))
+
+
 def prefix_of(tokenizer: Tokenizer, start_id: int | None = None) -> tuple[int, ...]:
     """The ids that a tokenizer puts before a text, such as BOS.
 
@@ -113,15 +119,21 @@ def bytes_of(tokenizer: Tokenizer, id_: int) -> bytes | None:
     return None if known is None else known(id_)
 
 
-def noise_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that uniform noise can show: text tokens, and EOS, which samplers can also write."""
-    return tuple(sorted({*text_ids(tokenizer), tokenizer.eos_id}))
+def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises an error if a tokenizer has more ids than a model of `vocab_size` logits.
 
-
-def checked_ids(ids: Any, vocab_size: int) -> np.ndarray:
-    """Returns `ids` as an integer array `[n]`. Raises ValueError for a wrong shape or unknown
-    ids.
+    Fewer ids than logits are allowed, because published models pad their vocabulary. Logits with
+    index `tokenizer.vocab_size` or higher have no token, so sampling must ban them.
     """
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {vocab_size} "
+            "logits; use the tokenizer that the model was trained with"
+        )
+
+
+def _checked_ids(ids: Any, vocab_size: int) -> np.ndarray:
+    """Returns `ids` as an integer array `[n]`; ValueError for a wrong shape or unknown ids."""
     array = np.asarray(ids)
     if array.size == 0:
         return np.zeros(0, np.int64)
@@ -149,43 +161,11 @@ def utf8(text: str) -> bytes:
         ) from None
 
 
-class _WithSpecials:
-    """The base class of the byte and character tokenizers. Special tokens follow the `num_text_ids`
-    text ids.
-    """
+@dataclass(unsafe_hash=True)
+class _Stored:
+    """A tokenizer that is stored and pickled as its fields."""
 
-    @property
-    def num_text_ids(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def undecodable_ids(self) -> tuple[int, ...]:
-        """Text ids that occur in no valid text."""
-        return ()
-
-    @property
-    def vocab_size(self) -> int:
-        return self.num_text_ids + len(SPECIALS)
-
-    @property
-    def mask_id(self) -> int:
-        return self.num_text_ids
-
-    @property
-    def pad_id(self) -> int:
-        return self.num_text_ids + 1
-
-    @property
-    def bos_id(self) -> int:
-        return self.num_text_ids + 2
-
-    @property
-    def eos_id(self) -> int:
-        return self.num_text_ids + 3
-
-    @property
-    def banned_ids(self) -> tuple[int, ...]:
-        return (*self.undecodable_ids, self.mask_id, self.pad_id, self.bos_id)
+    kind: ClassVar[str]
 
     @property
     def space_id(self) -> int | None:
@@ -194,30 +174,47 @@ class _WithSpecials:
     def piece_id(self, piece: str) -> int | None:
         raise NotImplementedError
 
+    def to_json(self) -> dict[str, Any]:
+        return {"type": self.kind} | dict(zip(_keys(type(self)), self.__reduce__()[1], strict=True))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = (one.name for one in dataclasses.fields(self) if one.init)
+        return type(self), tuple(getattr(self, name) for name in names)
+
+
+def _keys(made: type[_Stored]) -> list[str]:
+    """The keys of the stored fields of a tokenizer."""
+    names = (one.name for one in dataclasses.fields(made) if one.init)
+    return ["tokenizer_json" if name == "content" else name for name in names]
+
+
+class _WithSpecials(_Stored):
+    """A tokenizer whose special tokens follow its text ids."""
+
+    def _set_ids(self, num_text_ids: int, *, never: tuple[int, ...] = ()) -> None:
+        self.num_text_ids = num_text_ids
+        self.vocab_size = num_text_ids + len(SPECIALS)
+        self.mask_id, self.pad_id, self.bos_id, self.eos_id = range(num_text_ids, self.vocab_size)
+        self.banned_ids = (*never, self.mask_id, self.pad_id, self.bos_id)
+
     def _text_ids(self, ids: Any) -> np.ndarray:
-        """Returns `ids` without special tokens. Raises ValueError for an id outside the
-        vocabulary.
-        """
-        array = checked_ids(ids, self.vocab_size)
+        array = _checked_ids(ids, self.vocab_size)
         return array[array < self.num_text_ids]
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class ByteTokenizer(_WithSpecials):
     """A tokenizer of the 256 byte values, followed by the special tokens. Every text can be
     encoded.
 
-    Generated bytes can be invalid UTF-8, which decodes to U+FFFD.
+    Generated bytes can be invalid UTF-8, which decodes to U+FFFD. The 13 bytes that never occur in
+    UTF-8 are banned.
     """
 
-    @property
-    def num_text_ids(self) -> int:
-        return 256
+    kind = "byte"
 
-    @property
-    def undecodable_ids(self) -> tuple[int, ...]:
-        """The 13 bytes that never occur in UTF-8."""
-        return NEVER_IN_UTF8
+    def __post_init__(self) -> None:
+        self._set_ids(256, never=NEVER_IN_UTF8)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
@@ -232,35 +229,29 @@ class ByteTokenizer(_WithSpecials):
         data = piece.encode("utf-8", errors="replace")
         return data[0] if len(data) == 1 else None
 
-    def to_json(self) -> dict[str, Any]:
-        return {"type": "byte"}
 
-
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class CharacterTokenizer(_WithSpecials):
     """A tokenizer with one id per character of a corpus, in code-point order, followed by the
     special tokens.
     """
 
+    kind = "character"
     characters: str
 
     def __post_init__(self) -> None:
-        points = [ord(character) for character in self.characters]
-        if not points:
+        if not self.characters:
             raise ValueError("characters is empty; pass at least one character")
-        if any(a >= b for a, b in zip(points, points[1:], strict=False)):
+        if list(self.characters) != sorted(set(self.characters)):
             raise ValueError(
                 "characters are not distinct and ascending; use CharacterTokenizer.of(text)"
             )
+        self._set_ids(len(self.characters))
 
     @classmethod
     def of(cls, text: str) -> CharacterTokenizer:
         """The tokenizer for the characters in `text`. Raises ValueError if `text` is empty."""
         return cls("".join(sorted(set(text))))
-
-    @property
-    def num_text_ids(self) -> int:
-        return len(self.characters)
 
     @cached_property
     def _points(self) -> np.ndarray:
@@ -287,9 +278,6 @@ class CharacterTokenizer(_WithSpecials):
         position = self.characters.find(piece) if len(piece) == 1 else -1
         return None if position < 0 else position
 
-    def to_json(self) -> dict[str, Any]:
-        return {"type": "character", "characters": self.characters}
-
 
 def _code_points(text: str) -> np.ndarray:
     """Unicode code points of `text`, uint32 `[n]`, including lone surrogates."""
@@ -311,6 +299,8 @@ _NAMES = {
     "eos": ("eos", "/s", "endoftext", "end_of_text", "end_of_sentence", "im_end", "eot_id", "sep"),
 }
 _SPECIAL = re.compile(r"[<\[][|\uff5c]?(/?[\w\u2581]+)[|\uff5c]?[>\]]")
+_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 # Plain byte-level splitting makes a newline between two non-space characters a piece of its own, so
 # text can be cut after such a newline without changing ids.
@@ -318,9 +308,6 @@ _PLAIN_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex"
 _CUT = re.compile(r"(?<=\S\n)(?=\S)")
 _CHUNK = 1 << 16
 _CHUNKS_AT_ONCE = 64
-
-
-_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 # The byte-level alphabet: a printable character of Latin-1 is the byte with its number, and the
 # other bytes in order are the characters from U+0100 on.
@@ -331,7 +318,65 @@ _BYTE_OF |= {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
 
 
 @dataclass(unsafe_hash=True)
-class SubwordTokenizer:
+class _OfFile(_Stored):
+    """A tokenizer in the text `content` of a `tokenizer.json`."""
+
+    content: str
+    _backend: tokenizers.Tokenizer = field(init=False, repr=False, compare=False)
+    mask_id: int = field(init=False, repr=False, compare=False)
+    vocab_size: int = field(init=False, repr=False, compare=False)
+    textless_ids: frozenset[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        try:
+            self._read(json.loads(self.content))
+        # The library raises plain Exception, and files from other programs can cause any error.
+        except Exception as error:
+            raise ValueError(
+                f"the tokenizer.json is broken ({said(error)}); "
+                "use a file written by the `tokenizers` library"
+            ) from None
+
+    def _read(self, data: Any) -> None:
+        raise NotImplementedError
+
+    @cached_property
+    def _textless_N(self) -> np.ndarray:
+        return np.array(sorted(self.textless_ids))
+
+    def decode(self, ids: Any) -> str:
+        array = np.asarray(ids)
+        if array.ndim == 1:
+            # A hole has no text; the MASK of a causal model is outside its vocabulary.
+            array = array[array != self.mask_id]
+        array = _checked_ids(array, self.vocab_size)
+        is_text = ~np.isin(array, self._textless_N)
+        return self._backend.decode(array[is_text].tolist(), skip_special_tokens=True)
+
+    def bytes_of(self, id_: int) -> bytes | None:
+        if id_ in self.textless_ids:
+            return b""
+        return _bytes_in(self._backend.id_to_token(id_) or "", str(self._backend.decoder))
+
+
+def _bytes_in(name: str, decoder: str) -> bytes | None:
+    """The bytes of a token's name in the byte-level alphabet or as ``<0xE2>``, or None for text."""
+    if "ByteLevel" in decoder:
+        # Names of added tokens are texts.
+        is_text = not _BYTE_OF.keys() >= set(name)
+        return name.encode() if is_text else bytes(map(_BYTE_OF.__getitem__, name))
+    is_part = "ByteFallback" in decoder and _FALLBACK.fullmatch(name)
+    return bytes.fromhex(name[3:5]) if is_part else None
+
+
+def _unknown_id(backend: tokenizers.Tokenizer, model: dict[str, Any]) -> int | None:
+    """The id of the token for unknown characters, if the model of a file has one."""
+    name = model.get("unk_token")
+    return model.get("unk_id") if name is None else backend.token_to_id(name)
+
+
+@dataclass(unsafe_hash=True)
+class SubwordTokenizer(_OfFile):
     """The tokenizer of a Hugging Face `tokenizer.json`, or a BPE that is trained on a text.
 
     Checkpoints store the content of the file, and tokenizers with the same content are equal.
@@ -346,22 +391,7 @@ class SubwordTokenizer:
       unknown token.
     """
 
-    content: str
-
-    def __post_init__(self) -> None:
-        try:
-            data = json.loads(self.content)
-            self.content = json.dumps(data, separators=(",", ":"))
-            self._read(data)
-        # The library raises plain Exception, and files from other programs can cause any error.
-        except Exception as error:
-            raise ValueError(
-                f"the tokenizer.json is broken ({said(error)}); "
-                "use a file written by the `tokenizers` library"
-            ) from None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SubwordTokenizer, (self.content,)
+    kind = "subword"
 
     @classmethod
     def of_file(cls, path: str | os.PathLike[str]) -> SubwordTokenizer:
@@ -369,18 +399,13 @@ class SubwordTokenizer:
         broken.
         """
         file = Path(os.path.expanduser(path))
-        if file.is_dir():
-            raise ValueError(
-                f"{path} is a directory; pass its file, {Path(path) / 'tokenizer.json'}"
-            )
         check_regular(file)
         try:
             content = file.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise ValueError(f"{path} does not exist; pass the path of a tokenizer.json") from None
-        except (OSError, ValueError) as error:
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or error
             raise ValueError(
-                f"{path} cannot be read ({error}); pass the path of a tokenizer.json"
+                f"{path} cannot be read ({why}); pass the path of a tokenizer.json"
             ) from None
         try:
             return cls(content)
@@ -388,16 +413,27 @@ class SubwordTokenizer:
             raise ValueError(f"{path}: {error}") from None
 
     def _read(self, data: Any) -> None:
+        self.content = json.dumps(data, separators=(",", ":"))
         if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
             raise ValueError("it has no model")
-        added = data.get("added_tokens") or []
-        self._names = _find_specials([token["content"] for token in added])
-        data = _without_extras(data, self._names)
-        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
-        inner = {role: _inner(data, name) for role, name in self._names.items()}
-        self._tokenizer.add_special_tokens(list(inner.values()))
-        self._tokenizer.encode_special_tokens = True
-        self._vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        model, added = data["model"], data.get("added_tokens") or []
+        self._names = _find_specials(token["content"] for token in added)
+        is_bpe = "merges" in model
+        # Merges never produce a special token. Other models would encode its name as this token, so
+        # the token is renamed.
+        inner = {name: name if is_bpe else f"\ue000{name}\ue000" for name in self._names.values()}
+        if not is_bpe and isinstance(model["vocab"], dict):
+            model["vocab"] = {inner.get(name, name): id_ for name, id_ in model["vocab"].items()}
+        elif not is_bpe:
+            model["vocab"] = [[inner.get(name, name), score] for name, score in model["vocab"]]
+        for token in added:
+            token["content"] = inner.get(token["content"], token["content"])
+        model.pop("dropout", None)
+        text = json.dumps(data | {"truncation": None, "padding": None})
+        self._backend = backend = tokenizers.Tokenizer.from_str(text)
+        backend.add_special_tokens(list(inner.values()))
+        backend.encode_special_tokens = True
+        self._vocabulary = backend.get_vocab(with_added_tokens=True)
         if not self._vocabulary:
             raise ValueError("it has no tokens")
         num_tokens = max(self._vocabulary.values()) + 1
@@ -406,44 +442,55 @@ class SubwordTokenizer:
             raise ValueError(
                 f"it has the id {num_tokens - 1}, but at most {MOST_IDS} ids are allowed"
             )
-        missing = [role for role in SPECIALS if role not in inner]
+        missing = [role for role in SPECIALS if role not in self._names]
         self.vocab_size = num_tokens + len(missing)
-        self._specials = {role: self._vocabulary[name] for role, name in inner.items()}
-        self._specials |= {role: num_tokens + i for i, role in enumerate(missing)}
+        self._specials = {role: num_tokens + place for place, role in enumerate(missing)}
+        self._specials |= {role: self._vocabulary[inner[n]] for role, n in self._names.items()}
         ids = (self._specials[role] for role in SPECIALS)
         self.mask_id, self.pad_id, self.bos_id, self.eos_id = ids
-        self._unknown_id = self._id_of_unknown(data["model"])
-        textless = set(range(num_tokens)) - set(self._vocabulary.values())
-        textless |= set(self._specials.values())
-        if self._unknown_id is not None:
-            textless.add(self._unknown_id)
-        self._textless_ids = sorted(textless)
-        self.banned_ids = tuple(sorted((textless | self._impossible_ids(data)) - {self.eos_id}))
-        has_bytes = _mentions_bytes(data, "pre_tokenizer", "normalizer") and self._has_all_bytes()
-        is_bpe = "merges" in data["model"]
-        can_always = has_bytes or data["model"].get("byte_fallback")
-        self._may_drop = is_bpe and self._unknown_id is None and not can_always
+        self._unknown_id = _unknown_id(backend, model)
+        empty = set(range(num_tokens)) - set(self._vocabulary.values())
+        textless = empty | {*self._specials.values(), self._unknown_id}
+        self.textless_ids = frozenset(id_ for id_ in textless if id_ is not None)
+        decoder, learnt = str(backend.decoder), backend.get_vocab(with_added_tokens=False)
+        never = set(NEVER_IN_UTF8)
+        impossible = {
+            id_ for name, id_ in learnt.items() if never & set(_bytes_in(name, decoder) or b"")
+        }
+        self.banned_ids = tuple(sorted((self.textless_ids | impossible) - {self.eos_id}))
+        splitter, normalizer = data.get("pre_tokenizer") or {}, data.get("normalizer")
+        has_bytes = '"ByteLevel"' in json.dumps([splitter, normalizer]) and all(
+            name in self._vocabulary for name, byte in _BYTE_OF.items() if byte not in never
+        )
+        is_total = has_bytes or model.get("byte_fallback") or self._unknown_id is not None
+        self._may_drop = is_bpe and not is_total
         self._may_cut = (
             is_bpe
             and has_bytes
-            and data.get("normalizer") is None
-            and _PLAIN_BYTE_LEVEL.items()
-            <= {"use_regex": True, **(data.get("pre_tokenizer") or {})}.items()
-            and all(t["special"] or t["content"] in inner.values() for t in added)
+            and normalizer is None
+            and _PLAIN_BYTE_LEVEL.items() <= {"use_regex": True, **splitter}.items()
+            and all(token["special"] or token["content"] in inner.values() for token in added)
         )
 
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
         if self._may_cut:
-            parts = [np.zeros(0, np.int32)]
-            chunks = _chunks(text)
+            parts, chunks = [np.zeros(0, np.int32)], _chunks(text)
             while some := list(islice(chunks, _CHUNKS_AT_ONCE)):
-                encoded = self._tokenizer.encode_batch_fast(some, add_special_tokens=False)
+                encoded = self._backend.encode_batch_fast(some, add_special_tokens=False)
                 parts += [np.array(encoding.ids, np.int32) for encoding in encoded]
             ids = np.concatenate(parts)
         else:
             self._refuse_dropped(text)
-            encoding = self._encode_whole(text)
+            try:
+                # Unlike `encode`, this method lets other threads run.
+                (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+            # The library raises plain Exception if the model has no unknown token.
+            except Exception as error:
+                raise ValueError(
+                    f"this tokenizer cannot encode the text ({error}); "
+                    "remove the unknown characters, or train a model with the byte tokenizer"
+                ) from None
             ids = np.array(encoding.ids, np.int32)
             if self._unknown_id is not None and (ids == self._unknown_id).any():
                 _refuse(text, encoding.offsets[int(np.argmax(ids == self._unknown_id))][0])
@@ -455,42 +502,14 @@ class SubwordTokenizer:
                 )
         return ids
 
-    def _encode_whole(self, text: str) -> tokenizers.Encoding:
-        try:
-            # Unlike `encode`, this method lets other threads run.
-            return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
-        # The library raises plain Exception if the model has no unknown token.
-        except Exception as error:
-            raise ValueError(
-                f"this tokenizer cannot encode the text ({error}); "
-                "remove the unknown characters, or train a model with the byte tokenizer"
-            ) from None
-
-    def decode(self, ids: Any) -> str:
-        array = checked_ids(ids, self.vocab_size)
-        is_text = ~np.isin(array, self._textless_ids)
-        return self._tokenizer.decode(array[is_text].tolist(), skip_special_tokens=True)
-
-    def bytes_of(self, id_: int) -> bytes | None:
-        return b"" if id_ in self._textless_ids else _bytes_in(self._tokenizer, id_)
-
-    def _candidates(self, piece: str) -> Iterator[int]:
-        """Yields candidates for the id of `piece` within a text."""
-        ids = self._tokenizer.encode(piece, add_special_tokens=False).ids
-        if len(ids) == 1:
-            yield ids[0]
-        for token in (piece, piece.replace(" ", "\u2581")):
-            if token in self._vocabulary:
-                yield self._vocabulary[token]
-
     def _refuse_dropped(self, text: str) -> None:
         """Raises ValueError for a character that the model would silently drop."""
         if not self._may_drop:
             return
-        normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
         normal = normalizer.normalize_str(text) if normalizer else text
         pieces = [piece for piece, _ in splitter.pre_tokenize_str(normal)] if splitter else [normal]
-        model = self._tokenizer.model
+        model = self._backend.model
         prefix = getattr(model, "continuing_subword_prefix", None) or ""
         suffix = getattr(model, "end_of_word_suffix", None) or ""
         for character in sorted(set().union(*pieces)):
@@ -498,28 +517,14 @@ class SubwordTokenizer:
             if not forms & self._vocabulary.keys():
                 _refuse(text, text.find(character))
 
-    def _id_of_unknown(self, model: dict[str, Any]) -> int | None:
-        token = model.get("unk_token")
-        return model.get("unk_id") if token is None else self._vocabulary.get(token)
-
-    def _has_all_bytes(self) -> bool:
-        never = {chr(byte) for byte in NEVER_IN_UTF8}
-        return set(pre_tokenizers.ByteLevel.alphabet()) - never <= self._vocabulary.keys()
-
-    def _impossible_ids(self, data: dict[str, Any]) -> set[int]:
-        """Ids of tokens with bytes that never occur in UTF-8."""
-        learnt = self._tokenizer.get_vocab(with_added_tokens=False)
-        if _mentions_bytes(data, "decoder"):
-            # In the byte-level alphabet, each of these bytes is the character with the same number.
-            never = {chr(byte) for byte in NEVER_IN_UTF8}
-            return {number for token, number in learnt.items() if not never.isdisjoint(token)}
-        fallbacks = (f"<0x{byte:02X}>" for byte in NEVER_IN_UTF8)
-        has_fallback = data["model"].get("byte_fallback")
-        return {learnt[token] for token in fallbacks if has_fallback and token in learnt}
-
-    @property
-    def space_id(self) -> int | None:
-        return self.piece_id(" ")
+    def _candidates(self, piece: str) -> Iterator[int]:
+        """Yields candidates for the id of `piece` within a text."""
+        ids = self._backend.encode(piece, add_special_tokens=False).ids
+        if len(ids) == 1:
+            yield ids[0]
+        for token in (piece, piece.replace(" ", "\u2581")):
+            if token in self._vocabulary:
+                yield self._vocabulary[token]
 
     def piece_id(self, piece: str) -> int | None:
         """The id that appends `piece` to preceding text, or None.
@@ -536,21 +541,17 @@ class SubwordTokenizer:
                 return candidate
         return None
 
-    def to_json(self) -> dict[str, Any]:
-        return {"type": "subword", "tokenizer_json": self.content}
-
     def published(self) -> HubTokenizer:
         """The same tokenizer, with the special tokens that were appended written in its file."""
-        data = json.loads(self._tokenizer.to_str())
+        data = json.loads(self._backend.to_str())
         named = {token["content"] for token in data["added_tokens"]} | self._vocabulary.keys()
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         for role in SPECIALS:
             if role not in self._names:
                 name = f"<|{role}|>"
                 while name in named:
                     name = f"<{name}>"
                 token = {"id": self._specials[role], "content": name, "special": True}
-                data["added_tokens"].append(token | flags)
+                data["added_tokens"].append(token | _FLAGS)
         ids = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
         made = HubTokenizer(json.dumps(data), *ids)
         if made.vocab_size != self.vocab_size or not all(map(made.token, ids)):
@@ -559,30 +560,6 @@ class SubwordTokenizer:
                 "train with a tokenizer.json without gaps"
             )
         return made
-
-
-def train_json(text: str, num_tokens: int) -> str:
-    """The `tokenizer.json` of a byte-level BPE with at most `num_tokens` ids, trained on `text`."""
-    plain = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
-    plain["pre_tokenizer"] = plain["decoder"] = {**_PLAIN_BYTE_LEVEL, "trim_offsets": True}
-    backend = tokenizers.Tokenizer.from_str(json.dumps(plain))
-    trainer = trainers.BpeTrainer(
-        vocab_size=num_tokens,
-        min_frequency=2,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(_chunks(text), trainer)
-    return backend.to_str()
-
-
-def _chunks(text: str) -> Iterator[str]:
-    """Parts of `text` whose concatenated ids equal the ids of the whole text."""
-    start = 0
-    while cut := _CUT.search(text, start + _CHUNK):
-        yield text[start : cut.start()]
-        start = cut.start()
-    yield text[start:]
 
 
 def _find_specials(names: Iterable[str]) -> dict[str, str]:
@@ -598,55 +575,35 @@ def _find_specials(names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _without_extras(data: dict[str, Any], specials: dict[str, str]) -> dict[str, Any]:
-    """`data` without truncation, padding and dropout, with special tokens that no text can produce.
-
-    A word-level model would encode the name of a special token as that token, so special tokens are
-    renamed. BPE merges never produce special tokens.
-    """
-    model = {key: value for key, value in data["model"].items() if key != "dropout"}
-    data = {**data, "model": model, "truncation": None, "padding": None}
-    if "merges" not in model:
-        new = {name: _inner(data, name) for name in specials.values()}
-        if isinstance(model["vocab"], dict):
-            model["vocab"] = {new.get(key, key): value for key, value in model["vocab"].items()}
-        else:
-            model["vocab"] = [[new.get(key, key), score] for key, score in model["vocab"]]
-        data["added_tokens"] = [
-            {**token, "content": new.get(token["content"], token["content"])}
-            for token in data.get("added_tokens") or []
-        ]
-    return data
-
-
-def _inner(data: dict[str, Any], name: str) -> str:
-    """The internal name of the special token `name`."""
-    return name if "merges" in data["model"] else f"\ue000{name}\ue000"
-
-
-def _bytes_in(backend: tokenizers.Tokenizer, id_: int) -> bytes | None:
-    """The bytes that a token's name stands for in the decoder of a tokenizer: in the byte-level
-    alphabet, or as ``<0xE2>``. None if the decoder works on texts.
-    """
-    kind = str(backend.decoder)
-    name = backend.id_to_token(id_) or ""
-    if "ByteLevel" in kind:
-        # Names of added tokens are texts.
-        is_text = not _BYTE_OF.keys() >= set(name)
-        return name.encode() if is_text else bytes(_BYTE_OF[character] for character in name)
-    is_part = "ByteFallback" in kind and _FALLBACK.fullmatch(name)
-    return bytes.fromhex(name[3:5]) if is_part else None
-
-
-def _mentions_bytes(data: dict[str, Any], *parts: str) -> bool:
-    return any('"ByteLevel"' in json.dumps(data.get(part)) for part in parts)
-
-
 def _refuse(text: str, position: int) -> None:
     raise ValueError(
         f"the character {text[position]!a} (U+{ord(text[position]):04X}) at position {position} "
         "has no id in this tokenizer; remove it, or train a model with the byte tokenizer"
     )
+
+
+def _chunks(text: str) -> Iterator[str]:
+    """Parts of `text` whose concatenated ids equal the ids of the whole text."""
+    start = 0
+    while cut := _CUT.search(text, start + _CHUNK):
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
+
+
+def train_json(text: str, num_tokens: int) -> str:
+    """The `tokenizer.json` of a byte-level BPE with at most `num_tokens` ids, trained on `text`."""
+    plain = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
+    plain["pre_tokenizer"] = plain["decoder"] = {**_PLAIN_BYTE_LEVEL, "trim_offsets": True}
+    backend = tokenizers.Tokenizer.from_str(json.dumps(plain))
+    trainer = trainers.BpeTrainer(
+        vocab_size=num_tokens,
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_chunks(text), trainer)
+    return backend.to_str()
 
 
 def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
@@ -677,111 +634,71 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
     return tokenizer
 
 
-def qwen_split(num_digits: int) -> str:
-    """The pattern that splits texts before the BPE of Qwen2 (like GPT-4's): contractions, words, up
-    to `num_digits` digits, punctuation, white space.
-    """
-    digits = r"\p{N}" if num_digits == 1 else rf"\p{{N}}{{1,{num_digits}}}"
-    return (
-        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-@dataclass(frozen=True)
-class HubTokenizer:
+@dataclass(unsafe_hash=True)
+class HubTokenizer(_OfFile):
     """The tokenizer in a published `tokenizer.json`, with the ids of its special tokens.
 
     Unlike in `SubwordTokenizer`, no special tokens are appended, because the model was trained with
     its own special tokens. `encode` never encodes text as MASK, PAD, BOS, EOS or a token that the
     file declares special. `encode_marked` is for chat templates, in which names of special tokens
     represent these tokens. The `mask_id` of a causal model without MASK is `NO_MASK`.
+
+    Attributes:
+      special_names: names of MASK, PAD, BOS, EOS and of the tokens that the file declares special.
+      textless_ids: the special tokens, which `decode` omits.
     """
 
-    content: str
+    kind = "hub"
     mask_id: int
     pad_id: int
     eos_id: int
     bos_id: int | None = None
-    _plain: tokenizers.Tokenizer = field(init=False, repr=False, compare=False)
-    _marked: tokenizers.Tokenizer = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        content, plain, marked = _backends(self.content)
-        added = marked.get_added_tokens_decoder()
-        roles = (added[id_] for id_ in self._specials if id_ in added)
-        if unmarked := frozenset(token.content for token in roles if not token.special):
-            plain = _backend_with_specials(content, unmarked)
-        # The fields of a frozen dataclass cannot be assigned.
-        vars(self).update(content=content, _plain=plain, _marked=marked)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        given = (self.content, self.mask_id, self.pad_id, self.eos_id, self.bos_id)
-        return HubTokenizer, given
-
-    @cached_property
-    def _known_ids(self) -> frozenset[int]:
-        return frozenset(self._marked.get_vocab(with_added_tokens=True).values())
-
-    @cached_property
-    def _specials(self) -> tuple[int, ...]:
+    def _read(self, data: Any) -> None:
+        self.content = json.dumps(
+            data | {"truncation": None, "padding": None}, separators=(",", ":")
+        )
+        self._backend = _backend(self.content)
+        self._added = _backend(self.content).get_added_tokens_decoder()
         given = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
-        return tuple(id_ for id_ in given if id_ not in (None, NO_MASK))
-
-    @property
-    def vocab_size(self) -> int:
-        """The highest id plus 1."""
-        return self._num_ids
+        self._specials = [id_ for id_ in given if id_ not in (None, NO_MASK)]
+        known = self._backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = 1 + max((*known, *self._specials))
+        declared = {id_: token.content for id_, token in self._added.items() if token.special}
+        self.textless_ids = frozenset((*self._specials, *declared))
+        names = map(self.token, self._specials)
+        self.special_names = frozenset((*filter(None, names), *declared.values()))
+        self._unknown_id = _unknown_id(self._backend, data["model"])
 
     @cached_property
-    def _num_ids(self) -> int:
-        return 1 + max((*self._known_ids, *self._specials))
-
-    @property
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that samplers never propose, ascending: MASK, PAD, BOS and ids without a token.
 
         PAD and BOS can be proposed if they equal EOS.
         """
-        return self._banned
-
-    @cached_property
-    def _banned(self) -> tuple[int, ...]:
-        empty = set(range(self.vocab_size)) - self._known_ids
+        known = self._backend.get_vocab(with_added_tokens=True).values()
+        empty = set(range(self.vocab_size)).difference(known)
         return tuple(sorted((empty | set(self._specials)) - {self.eos_id}))
-
-    @property
-    def space_id(self) -> int | None:
-        return self.piece_id(" ")
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
         """The ids that the post-processor of the file puts before a text, such as BOS."""
-        whole = self._marked.encode("a", add_special_tokens=True)
+        whole = self._backend.encode("a", add_special_tokens=True)
         places = whole.sequence_ids
         return tuple(whole.ids[: places.index(0)] if 0 in places else ())
 
-    @cached_property
-    def special_names(self) -> frozenset[str]:
-        """Names of MASK, PAD, BOS, EOS and of the tokens that the file declares special."""
-        names = {self.token(id_) for id_ in self._specials} - {""}
-        added = self._marked.get_added_tokens_decoder().values()
-        return frozenset(names.union(token.content for token in added if token.special))
-
     def markers_in(self, text: str) -> frozenset[str]:
         """Names of added tokens in `text` that have the form of a marker, such as ``<turn>``."""
-        added = self._marked.get_added_tokens_decoder().values()
-        names = (token.content for token in added)
+        names = (token.content for token in self._added.values())
         return frozenset(name for name in names if _SPECIAL.fullmatch(name) and name in text)
 
     @cached_property
-    def textless_ids(self) -> frozenset[int]:
-        """The special tokens, which `decode` omits."""
-        added = self._marked.get_added_tokens_decoder().items()
-        return frozenset((*self._specials, *(id_ for id_, token in added if token.special)))
+    def _plain(self) -> tokenizers.Tokenizer:
+        """A tokenizer that never encodes text as a special token."""
+        added = (self._added[id_] for id_ in self._specials if id_ in self._added)
+        return _backend(self.content, frozenset(one.content for one in added if not one.special))
 
     def encode(self, text: str) -> np.ndarray:
-        utf8(text)
         ids = _ids_of(self._plain, text)
         self._refuse_specials(ids)
         return ids
@@ -790,8 +707,7 @@ class HubTokenizer:
         """The ids of `text`, int32 `[n]`, with names of special tokens encoded as special
         tokens.
         """
-        utf8(text)
-        return _ids_of(self._marked, text)
+        return _ids_of(self._backend, text)
 
     def encode_quoted(
         self, text: str, names: frozenset[str], quotes: Mapping[str, str]
@@ -806,7 +722,6 @@ class HubTokenizer:
                 f"the text contains U+{ord(_RENAMED_BEGIN):04X} and names of special tokens; "
                 "remove one of them"
             )
-        utf8(text)
         backend, old_N, new_N = _renamed_backend(self.content, names)
         text = pattern_of(names).sub(lambda name: _renamed(name[0]), text)
         for quote, name in quotes.items():
@@ -818,27 +733,13 @@ class HubTokenizer:
         return np.where(is_added, new_N[place], ids).astype(np.int32)
 
     def _refuse_specials(self, ids: np.ndarray, *more: int) -> None:
-        """Raises ValueError for MASK, PAD, BOS, EOS or `more` in the ids of a text, because a name
-        can be a word of the vocabulary.
-        """
+        """Raises ValueError for a special token or `more`, whose name can be a vocabulary word."""
         found = ids[np.isin(ids, (*self._specials, *more))]
-        if found.size and (name := self.token(found[0])) != _unknown_of(self.content):
+        if found.size and found[0] != self._unknown_id:
             raise ValueError(
-                f"the text contains {name!r}, which this tokenizer reserves; remove it from the "
-                "text"
+                f"the text contains {self.token(found[0])!r}, which this tokenizer reserves; "
+                "remove it from the text"
             )
-
-    def decode(self, ids: Any) -> str:
-        array = np.asarray(ids)
-        if array.ndim == 1:
-            # A hole has no text; the MASK of a causal model is outside its vocabulary.
-            array = array[array != self.mask_id]
-        array = checked_ids(array, self.vocab_size)
-        is_text = ~np.isin(array, self._specials)
-        return self._marked.decode(array[is_text].tolist(), skip_special_tokens=True)
-
-    def bytes_of(self, id_: int) -> bytes | None:
-        return b"" if id_ in self.textless_ids else _bytes_in(self._marked, id_)
 
     def piece_id(self, piece: str) -> int | None:
         ids = self._plain.encode(piece, add_special_tokens=False).ids
@@ -846,44 +747,25 @@ class HubTokenizer:
 
     def token(self, id_: int) -> str:
         """The name of a token in the file; empty for an id without a name."""
-        return self._marked.id_to_token(id_) or ""
+        return self._backend.id_to_token(id_) or ""
 
     def id_of(self, token: str) -> int | None:
         """The id of the token named `token`, or None."""
-        return self._marked.token_to_id(token)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "type": "hub",
-            "tokenizer_json": self.content,
-            "mask_id": self.mask_id,
-            "pad_id": self.pad_id,
-            "eos_id": self.eos_id,
-            "bos_id": self.bos_id,
-        }
-
-
-def _backends(content: str) -> tuple[str, tokenizers.Tokenizer, tokenizers.Tokenizer]:
-    """The text of a tokenizer.json without truncation and padding, and two tokenizers made from it.
-
-    The first tokenizer never encodes text as a special token.
-    """
-    try:
-        data = {**json.loads(content), "truncation": None, "padding": None}
-        content = json.dumps(data, separators=(",", ":"))
-        return content, *_made_of(content)
-    # The library raises plain Exception, and files from other programs can cause any error.
-    except Exception as error:
-        why = f"the tokenizer.json is broken ({said(error)}); download it again"
-        raise ValueError(why) from None
+        return self._backend.token_to_id(token)
 
 
 # Parsing a large file takes seconds.
-@functools.lru_cache(maxsize=4)
-def _made_of(content: str) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
-    plain, marked = (tokenizers.Tokenizer.from_str(content) for _ in range(2))
-    plain.encode_special_tokens = True
-    return plain, marked
+@functools.lru_cache(maxsize=8)
+def _backend(content: str, unmarked: frozenset[str] | None = None) -> tokenizers.Tokenizer:
+    """The library's tokenizer. With `unmarked`, it encodes no text as a special or such a token."""
+    if unmarked:
+        data = json.loads(content)
+        for token in data["added_tokens"]:
+            token["special"] = token.get("special") or token["content"] in unmarked
+        content = json.dumps(data)
+    backend = tokenizers.Tokenizer.from_str(content)
+    backend.encode_special_tokens = unmarked is not None
+    return backend
 
 
 _RENAMED_BEGIN, _RENAMED_END = "\ue000", "\ue001"
@@ -903,36 +785,13 @@ def pattern_of(names: frozenset[str]) -> re.Pattern[str]:
 
 
 @functools.lru_cache(maxsize=4)
-def _backend_with_specials(content: str, names: frozenset[str]) -> tokenizers.Tokenizer:
-    """A tokenizer that never encodes text as a special token or as one of the added tokens
-    `names`.
-    """
-    data = json.loads(content)
-    for token in data["added_tokens"]:
-        token["special"] = token.get("special") or token["content"] in names
-    plain = tokenizers.Tokenizer.from_str(json.dumps(data))
-    plain.encode_special_tokens = True
-    return plain
-
-
-@functools.lru_cache(maxsize=4)
 def _renamed_backend(
     content: str, names: frozenset[str]
 ) -> tuple[tokenizers.Tokenizer, np.ndarray, np.ndarray]:
-    """A tokenizer in which the tokens `names` are named `_renamed`, the ids of its added tokens in
-    ascending order, and the ids of the same tokens in the file.
-    """
-    known = _backends(content)[2]
+    """A tokenizer in which the tokens `names` are `_renamed`; its added ids, and those they had."""
     data = json.loads(content)
-    usual = {
-        "id": 0,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
     added = {token["content"]: token for token in data.get("added_tokens") or []}
+    usual = {"id": 0, "special": True} | _FLAGS
     added |= {name: usual for name in names - added.keys()}
     data["added_tokens"] = [
         token | {"content": _renamed(name) if name in names else name}
@@ -942,23 +801,27 @@ def _renamed_backend(
     names_of = {_renamed(name): name for name in names}
     tokens = sorted(backend.get_added_tokens_decoder().items())
     old_N = [id_ for id_, _ in tokens]
-    new_N = [known.token_to_id(names_of.get(one.content, one.content)) for _, one in tokens]
+    known = _backend(content).token_to_id
+    new_N = [known(names_of.get(token.content, token.content)) for _, token in tokens]
     return backend, np.array(old_N), np.array(new_N)
 
 
-@functools.lru_cache(maxsize=4)
-def _unknown_of(content: str) -> str | None:
-    """The name of the token for unknown characters, if the model of the file has one."""
-    model = json.loads(content)["model"]
-    if (place := model.get("unk_id")) is not None:
-        return model["vocab"][place][0]
-    return model.get("unk_token")
-
-
 def _ids_of(backend: tokenizers.Tokenizer, text: str) -> np.ndarray:
+    utf8(text)
     # Unlike `encode`, this method lets other threads run.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
     return np.array(encoding.ids, np.int32)
+
+
+def qwen_split(num_digits: int) -> str:
+    """The pattern that splits texts before the BPE of Qwen2 (like GPT-4's): contractions, words, up
+    to `num_digits` digits, punctuation, white space.
+    """
+    digits = r"\p{N}" if num_digits == 1 else rf"\p{{N}}{{1,{num_digits}}}"
+    return (
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
 
 
 def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[str, Any]]) -> str:
@@ -971,25 +834,15 @@ def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[st
     made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
     made.decoder = decoders.ByteLevel()
     data = json.loads(made.to_str())
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    data["added_tokens"] = [plain | token for token in sorted(added, key=lambda t: t["id"])]
+    data["added_tokens"] = [_FLAGS | token for token in sorted(added, key=lambda t: t["id"])]
     return json.dumps(data)
 
 
 _BPE = "bpe:"
-
-
-_FROM_TEXT: dict[str, Callable[[str], Tokenizer]] = {
-    "byte": lambda text: ByteTokenizer(),
-    "character": CharacterTokenizer.of,
+TOKENIZERS = ("byte", "character")
+_KINDS: dict[str, type[Any]] = {
+    made.kind: made for made in (ByteTokenizer, CharacterTokenizer, SubwordTokenizer, HubTokenizer)
 }
-_OF_ONE_TEXT: dict[str, tuple[type, str]] = {
-    "character": (CharacterTokenizer, "characters"),
-    "subword": (SubwordTokenizer, "tokenizer_json"),
-}
-_OF_HUB = {"type", "tokenizer_json", "mask_id", "pad_id", "bos_id", "eos_id"}
-
-TOKENIZERS: tuple[str, ...] = tuple(_FROM_TEXT)
 
 
 def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> Tokenizer:
@@ -1001,8 +854,10 @@ def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> To
       text: all text that the tokenizer must encode.
       train_text: the part of `text` that a BPE is trained on; None means all of `text`.
     """
-    if kind in _FROM_TEXT:
-        return _FROM_TEXT[kind](text)
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind == "character":
+        return CharacterTokenizer.of(text)
     if kind.startswith(_BPE):
         size = kind.removeprefix(_BPE)
         if not (size.isascii() and size.isdigit() and len(size) < 20):
@@ -1017,43 +872,19 @@ def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> To
 
 
 def from_json(data: Any) -> Tokenizer:
+    """The tokenizer that `to_json` wrote. Raises ValueError for other data."""
     kind = data.get("type") if isinstance(data, dict) else None
-    if kind in _OF_ONE_TEXT:
-        made, key = _OF_ONE_TEXT[kind]
-        if set(data) != {"type", key} or not isinstance(data[key], str):
-            raise ValueError(
-                f"a {kind} tokenizer is stored as {{'type': '{kind}', '{key}': TEXT}}, "
-                f"but the file has the fields {sorted(data)}; it is damaged or from another program"
-            )
-        return made(data[key])
-    if kind == "byte":
-        if set(data) != {"type"}:
-            raise ValueError(
-                f"the byte tokenizer has no fields, but the file has {sorted(set(data) - {'type'})}"
-            )
-        return ByteTokenizer()
-    if kind != "hub":
-        raise ValueError(_unknown("tokenizer type", kind, ("byte", *_OF_ONE_TEXT, "hub")))
-    if set(data) != _OF_HUB or not isinstance(data["tokenizer_json"], str):
+    if kind not in _KINDS:
+        raise ValueError(_unknown("tokenizer type", kind, list(_KINDS)))
+    fields = {name: value for name, value in data.items() if name != "type"}
+    keys = _keys(_KINDS[kind])
+    texts = [fields[name] for name in keys if name in fields and not name.endswith("_id")]
+    if fields.keys() != set(keys) or not all(isinstance(text, str) for text in texts):
         raise ValueError(
-            f"a hub tokenizer has the fields {sorted(_OF_HUB)}, but the file has {sorted(data)}; "
-            "the file is damaged or from another program"
+            f"a {kind} tokenizer is stored with the fields {keys}, but the file has "
+            f"{list(fields)} or other types; it is damaged or from another program"
         )
-    ids = {name: value for name, value in data.items() if name.endswith("_id")}
-    return HubTokenizer(data["tokenizer_json"], **ids)
-
-
-def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises an error if a tokenizer has more ids than a model of `vocab_size` logits.
-
-    Fewer ids than logits are allowed, because published models pad their vocabulary. Logits with
-    index `tokenizer.vocab_size` or higher have no token, so sampling must ban them.
-    """
-    if tokenizer.vocab_size > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {vocab_size} "
-            "logits; use the tokenizer that the model was trained with"
-        )
+    return _KINDS[kind](*map(fields.get, keys))
 
 
 def _unknown(what: str, value: Any, known: Sequence[str]) -> str:

@@ -1,119 +1,384 @@
-"""Laws of the tokenizers: round trips, where the specials are, and what they refuse."""
+"""Laws of tokenizers: exact round trips, specials apart from text, stored forms, and refusals."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import pickle
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from dlm_jax.data import tokenizers as tokenizers_module
 from dlm_jax.data.tokenizers import (
-    TOKENIZERS,
     ByteTokenizer,
     CharacterTokenizer,
+    SubwordTokenizer,
     Tokenizer,
+    check_fits,
     from_json,
     make_tokenizer,
     noise_ids,
+    train_bpe,
 )
 
-TEXTS = st.text(max_size=60)
+TEXT = "Now is the winter of our discontent\nmade glorious summer by this sun of York;\n" * 20
+BPE = train_bpe(TEXT, 300)
 SMALL = CharacterTokenizer("\n abc\u00e9\U0001f600")
-BOTH: list[Tokenizer] = [ByteTokenizer(), SMALL]
+PLAIN: list[Tokenizer] = [ByteTokenizer(), SMALL]
+
+# Its merges join white space, so that a cut in a wrong place changes the ids.
+RUNS = "".join("".join(run) + "a" for run in itertools.product("\n \t\r\u00a0", repeat=3))
+SPACED = train_bpe(RUNS * 2, 285)
+
+# White space of every kind beside letters: where cutting a text could show.
+LINES = st.text(alphabet="ab' .\n\r\t\u00a0\u0085\x1c\u2028\u3000\u00e9\u4e2d<|>", max_size=40)
 
 
-@given(TEXTS, st.sampled_from(TOKENIZERS))
+def _library(model, trainer, *, splitter, decoder=None, normalizer=None, text=TEXT):
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = splitter
+    if decoder:
+        tokenizer.decoder = decoder
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+def _byte_level(specials=("<|endoftext|>",), alphabet=True):
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if alphabet else [],
+        special_tokens=list(specials),
+        show_progress=False,
+    )
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return _library(models.BPE(), trainer, splitter=splitter, decoder=decoders.ByteLevel())
+
+
+def _word_piece():
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=120,
+        special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"],
+        show_progress=False,
+    )
+    tokenizer = _library(
+        models.WordPiece(unk_token="[UNK]"),
+        trainer,
+        splitter=pre_tokenizers.BertPreTokenizer(),
+        decoder=decoders.WordPiece(),
+        normalizer=normalizers.BertNormalizer(),
+    )
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=99)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return tokenizer
+
+
+def _unigram():
+    trainer = trainers.UnigramTrainer(
+        vocab_size=80,
+        special_tokens=["<pad>", "</s>", "<unk>", "<mask>"],
+        unk_token="<unk>",
+        initial_alphabet=list("<>/|mask "),
+        show_progress=False,
+    )
+    splitter, decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return _library(models.Unigram(), trainer, splitter=splitter, decoder=decoder)
+
+
+def _words():
+    trainer = trainers.WordLevelTrainer(special_tokens=["<mask>", "<unk>"], show_progress=False)
+    splitter = pre_tokenizers.WhitespaceSplit()
+    return _library(models.WordLevel(unk_token="<unk>"), trainer, splitter=splitter)
+
+
+def _pairs():
+    """A BPE of letters without an unknown token: by itself it drops what it does not know."""
+    trainer = trainers.BpeTrainer(vocab_size=60, show_progress=False)
+    return _library(models.BPE(), trainer, splitter=pre_tokenizers.Whitespace())
+
+
+FILES = {f.__name__.strip("_"): f for f in (_byte_level, _word_piece, _unigram, _words, _pairs)}
+
+
+@pytest.fixture(params=FILES, scope="module")
+def of_file(request):
+    return SubwordTokenizer(FILES[request.param]().to_str())
+
+
+@given(st.text(max_size=60), st.sampled_from(["byte", "character", "bpe"]))
 @settings(deadline=None)
-def test_any_text_comes_back_from_its_ids(text, kind):
-    tokenizer = make_tokenizer(kind, text + "x")
+def test_any_text_comes_back_from_its_ids_and_none_of_them_is_special(text, kind):
+    tokenizer = BPE if kind == "bpe" else make_tokenizer(kind, text + "x")
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32
     assert tokenizer.decode(ids) == text
+    assert not set(ids.tolist()) & {*tokenizer.banned_ids, tokenizer.mask_id, tokenizer.eos_id}
 
 
-@given(TEXTS, st.sampled_from(TOKENIZERS))
-@settings(deadline=None)
-def test_no_text_encodes_to_a_special_or_banned_id(text, kind):
-    tokenizer = make_tokenizer(kind, text + "x")
-    specials = {tokenizer.mask_id, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id}
-    assert not set(tokenizer.encode(text).tolist()) & (specials | set(tokenizer.banned_ids))
-
-
-@given(st.lists(st.integers(0, 259), max_size=40))
-@settings(deadline=None)
-def test_any_row_of_ids_decodes(ids):
-    assert isinstance(ByteTokenizer().decode(ids), str)
-
-
-@given(TEXTS)
+@given(st.text(max_size=60))
 @settings(deadline=None)
 def test_character_ids_follow_the_order_of_the_code_points(text):
     tokenizer = CharacterTokenizer.of(text + "x")
     assert tokenizer.characters == "".join(sorted(set(text + "x")))
-    assert tokenizer.encode(tokenizer.characters).tolist() == list(range(tokenizer.num_text_ids))
+    assert tokenizer.encode(tokenizer.characters).tolist() == list(range(tokenizer.mask_id))
 
 
-@pytest.mark.parametrize("tokenizer", BOTH)
+@pytest.mark.parametrize("tokenizer", [*PLAIN, BPE])
 def test_specials_are_distinct_and_come_last(tokenizer):
     specials = [tokenizer.mask_id, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id]
     assert specials == list(range(tokenizer.vocab_size - 4, tokenizer.vocab_size))
     assert isinstance(tokenizer, Tokenizer)
 
 
-@pytest.mark.parametrize("tokenizer", BOTH)
-def test_what_ends_a_generation_may_be_proposed_and_the_other_specials_may_not(tokenizer):
-    banned = tokenizer.banned_ids
-    assert {tokenizer.mask_id, tokenizer.pad_id, tokenizer.bos_id} <= set(banned)
-    assert tokenizer.eos_id not in banned
-    assert list(banned) == sorted(set(banned))
-
-
 def test_bytes_that_occur_in_no_utf8_text_are_banned():
-    possible = {byte for n in range(0x110000) if not 0xD800 <= n < 0xE000 for byte in _utf8(n)}
+    points = (chr(n).encode() for n in range(0x110000) if not 0xD800 <= n < 0xE000)
+    possible = {byte for point in points for byte in point}
     assert set(range(256)) - possible == {i for i in ByteTokenizer().banned_ids if i < 256}
 
 
-def _utf8(point: int) -> bytes:
-    return chr(point).encode()
+def test_noise_is_text_or_eos():
+    tokenizer = CharacterTokenizer.of("abc")
+    letters = tokenizer.encode("abc").tolist()
+    assert noise_ids(tokenizer) == tuple(sorted([*letters, tokenizer.eos_id]))
 
 
-@pytest.mark.parametrize("tokenizer", BOTH)
-def test_specials_stand_for_no_text(tokenizer):
-    a, b = tokenizer.encode("ab").tolist()
-    ids = [tokenizer.bos_id, a, tokenizer.mask_id, b, tokenizer.eos_id, tokenizer.pad_id]
-    assert tokenizer.decode(np.array(ids, np.int32)) == "ab"
-    assert tokenizer.decode([]) == ""
+def test_a_trained_bpe_has_the_size_asked_for_and_its_specials_last():
+    assert (BPE.vocab_size, BPE.mask_id) == (300, 296)
+    assert len(BPE.encode(TEXT)) < len(TEXT) / 2
 
 
-def test_bytes_that_are_no_text_are_shown_as_replacement():
+def test_training_gives_the_same_tokenizer_in_another_process():
+    code = (
+        "import sys; from dlm_jax.data.tokenizers import train_bpe;"
+        "print(train_bpe(sys.stdin.read(), 300).content, end='')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=TEXT,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
+    assert done.stdout == BPE.content, done.stderr
+
+
+@given(st.lists(LINES, max_size=12).map("\n".join), st.integers(1, 9))
+@settings(deadline=None, max_examples=200)
+def test_a_text_encoded_in_parts_has_the_ids_of_the_whole(text, chunk):
+    whole = tokenizers.Tokenizer.from_str(SPACED.content).encode(text).ids
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizers_module, "_CHUNK", chunk)
+        patch.setattr(tokenizers_module, "_CHUNKS_AT_ONCE", 2)
+        assert SPACED.encode(text).tolist() == whole
+
+
+def test_only_plain_byte_level_files_are_encoded_in_parts(of_file, monkeypatch):
+    text = "of the\nsun of\nour\nwinter\n" * 3
+    whole = of_file.encode(text).tolist()
+    monkeypatch.setattr(tokenizers_module, "_CHUNK", 1)
+    assert of_file.encode(text).tolist() == whole
+
+
+def test_a_row_of_any_ids_decodes(of_file):
+    for tokenizer in (BPE, of_file):
+        assert isinstance(tokenizer.decode(np.arange(tokenizer.vocab_size)), str)
+    (first,) = BPE.encode("\u00e9")[:1]
+    assert BPE.decode([first, *BPE.encode("a")]) == "\ufffda"
     assert ByteTokenizer().decode([0xC3, ord("a"), 0xFF]) == "\ufffda\ufffd"
+    assert isinstance(ByteTokenizer().decode(np.arange(260)), str)
 
 
-@pytest.mark.parametrize("tokenizer", BOTH)
-def test_a_piece_has_the_id_that_decodes_to_it(tokenizer):
-    assert tokenizer.decode([tokenizer.space_id]) == " "
-    assert tokenizer.decode([tokenizer.piece_id("b")]) == "b"
-    assert tokenizer.piece_id("ab") is None
-    assert tokenizer.piece_id("") is None
+def test_specials_stand_for_no_text(of_file):
+    characters = CharacterTokenizer.of("of our sun")
+    for tokenizer in (ByteTokenizer(), characters, BPE, of_file):
+        ids = tokenizer.encode("of our sun").tolist()
+        around = [tokenizer.bos_id, *ids, tokenizer.mask_id, tokenizer.eos_id, tokenizer.pad_id]
+        assert tokenizer.decode(around) == tokenizer.decode(ids)
+        assert tokenizer.decode(ids).split() == ["of", "our", "sun"]
+        assert tokenizer.decode([]) == ""
 
 
-def test_a_piece_the_tokenizer_lacks_has_no_id():
-    assert CharacterTokenizer("ab").space_id is None
-    assert ByteTokenizer().piece_id("\u00e9") is None
+def test_specials_of_the_file_are_used_and_the_others_appended(of_file):
+    tokens = tokenizers.Tokenizer.from_str(of_file.content)
+    known = {
+        "mask": ("[MASK]", "<mask>"),
+        "pad": ("[PAD]", "<pad>"),
+        "bos": ("[CLS]",),
+        "eos": ("[SEP]", "</s>", "<|endoftext|>"),
+    }
+    size = tokens.get_vocab_size()
+    appended = iter(range(size, size + 4))
+    for role, names in known.items():
+        inside = [
+            tokens.token_to_id(name) for name in names if tokens.token_to_id(name) is not None
+        ]
+        assert getattr(of_file, f"{role}_id") == (inside[0] if inside else next(appended))
+    assert of_file.vocab_size == next(appended, size + 4)
 
 
-@pytest.mark.parametrize("tokenizer", BOTH)
-def test_a_tokenizer_survives_json_and_pickle(tokenizer):
-    tokenizer.encode("a b")
-    assert from_json(json.loads(json.dumps(tokenizer.to_json()))) == tokenizer
-    assert pickle.loads(pickle.dumps(tokenizer)) == tokenizer
+@pytest.mark.parametrize(
+    ("names", "roles"),
+    [
+        (["<|mdm_mask|>", "<|startoftext|>"], {"mask": 0, "bos": 1}),
+        (["<s>", "</s>", "<mask>", "<pad>"], {"bos": 0, "eos": 1, "mask": 2, "pad": 3}),
+        (["<|im_end|>", "<|endoftext|>", "<|mask|>"], {"eos": 1, "mask": 2}),
+        (["<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cMASK\uff5c>"], {"eos": 0, "mask": 1}),
+        (["mask", "<masked>", "[eos"], {}),
+    ],
+)
+def test_specials_are_found_by_their_usual_names(names, roles):
+    tokenizer = SubwordTokenizer(_byte_level(names).to_str())
+    appended = iter(range(300, 304))
+    for role in ("mask", "pad", "bos", "eos"):
+        found = getattr(tokenizer, f"{role}_id")
+        assert found == (roles[role] if role in roles else next(appended))
 
 
-def test_tokenizers_with_other_characters_differ():
+def test_a_text_that_spells_a_special_never_becomes_one(of_file):
+    specials = {of_file.mask_id, of_file.pad_id, of_file.bos_id, of_file.eos_id}
+    for name in ("<mask>", "[MASK]", "</s>", "<|endoftext|>", "[CLS]", "\ue000<mask>\ue000"):
+        for text in (name, f"of{name}our", f"of {name} our"):
+            try:
+                ids = of_file.encode(text).tolist()
+            except ValueError:
+                continue  # refused: it has no ids, or only a special's
+            assert not specials & set(ids)
+    byte_level = SubwordTokenizer(_byte_level().to_str())
+    assert byte_level.decode(byte_level.encode("a<|endoftext|>b")) == "a<|endoftext|>b"
+    unigram = SubwordTokenizer(_unigram().to_str())
+    assert unigram.decode(unigram.encode("sun </s><mask>")) == "sun </s><mask>"
+
+
+def test_a_file_cuts_fills_and_wraps_no_text():
+    tokenizer = SubwordTokenizer(_word_piece().to_str())
+    text = "now is the winter of our discontent made glorious summer"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_dropout_of_a_file_is_off():
+    data = json.loads(_byte_level().to_str())
+    data["model"]["dropout"] = 0.9
+    tokenizer = SubwordTokenizer(json.dumps(data))
+    assert len({tuple(tokenizer.encode(TEXT).tolist()) for _ in range(3)}) == 1
+
+
+def test_ids_that_cannot_be_decoded_are_banned_and_what_ends_a_text_is_not(of_file):
+    for tokenizer in (*PLAIN, BPE, of_file):
+        banned = tokenizer.banned_ids
+        assert {tokenizer.mask_id, tokenizer.pad_id, tokenizer.bos_id} <= set(banned)
+        assert tokenizer.eos_id not in banned
+        assert list(banned) == sorted(set(banned))
+    bytes_of = tokenizers.Tokenizer.from_str(BPE.content)
+    never = {bytes_of.token_to_id(chr(byte)) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
+    assert set(BPE.banned_ids) == never | {BPE.mask_id, BPE.pad_id, BPE.bos_id}
+
+
+def test_ids_without_a_token_are_banned_and_stand_for_no_text():
+    data = {"model": {"type": "WordLevel", "vocab": {"<unk>": 1, "a": 4, "b": 7}}}
+    data["model"]["unk_token"] = "<unk>"
+    data["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    tokenizer = SubwordTokenizer(json.dumps(data))
+    assert tokenizer.vocab_size == 12
+    assert tokenizer.banned_ids == (0, 1, 2, 3, 5, 6, 8, 9, 10)
+    assert tokenizer.decode(np.arange(12)) == "a b"
+
+
+def test_a_piece_has_the_id_that_adds_it_to_a_text():
+    byte_level, unigram = BPE, SubwordTokenizer(_unigram().to_str())
+    for tokenizer in (byte_level, unigram):
+        space = tokenizer.space_id
+        assert space is not None
+        ids = [*tokenizer.encode("of"), space, *tokenizer.encode("s")]
+        assert tokenizer.decode(ids).startswith("of ")
+    assert BPE.decode([BPE.piece_id(" of")]) == " of"
+    assert BPE.piece_id("") is None
+    assert BPE.piece_id("\u4e2d") is None
+    assert SubwordTokenizer(_word_piece().to_str()).space_id is None
+    for tokenizer in PLAIN:
+        assert tokenizer.decode([tokenizer.space_id]) == " "
+        assert tokenizer.decode([tokenizer.piece_id("b")]) == "b"
+        assert tokenizer.piece_id("ab") is tokenizer.piece_id("") is None
+    assert CharacterTokenizer("ab").space_id is ByteTokenizer().piece_id("\u00e9") is None
+
+
+def test_a_tokenizer_is_its_content(of_file):
+    for tokenizer in (ByteTokenizer(), CharacterTokenizer.of("of our sun"), BPE, of_file):
+        ids = tokenizer.encode("of our sun").tolist()
+        stored = json.loads(json.dumps(tokenizer.to_json(), sort_keys=True))
+        twins = [from_json(stored), pickle.loads(pickle.dumps(tokenizer))]
+        if isinstance(tokenizer, SubwordTokenizer):
+            twins.append(SubwordTokenizer(json.dumps(json.loads(tokenizer.content), indent=2)))
+            assert isinstance(stored["tokenizer_json"], str)
+        for twin in twins:
+            assert twin == tokenizer
+            assert hash(twin) == hash(tokenizer)
+            assert twin.encode("of our sun").tolist() == ids
+    assert train_bpe(TEXT, 299) != BPE
     assert CharacterTokenizer("ab") != CharacterTokenizer("abc")
+
+
+def test_a_bpe_learns_from_the_training_text_alone():
+    tokenizer = make_tokenizer("bpe:264", TEXT + "zzzz" * 99, train_text=TEXT)
+    assert tokenizer == train_bpe(TEXT, 264) != train_bpe(TEXT + "zzzz" * 99, 264)
+    assert make_tokenizer("character", "abc", train_text="ab") == CharacterTokenizer("abc")
+
+
+def test_the_path_of_a_file_gives_the_tokenizer_in_it(tmp_path):
+    for name in ("tokenizer.json", "other"):
+        (tmp_path / name).write_text(BPE.content)
+        assert make_tokenizer(str(tmp_path / name), TEXT) == BPE
+
+
+@pytest.mark.parametrize("make", [_word_piece, _unigram, _words, _pairs], ids=lambda f: f.__name__)
+def test_characters_the_file_has_no_ids_for_are_refused(make):
+    tokenizer = SubwordTokenizer(make().to_str())
+    with pytest.raises(ValueError, match=r"'\\u4e2d' \(U\+4E2D\) at position 3 has no id .*; remo"):
+        tokenizer.encode("of \u4e2d our")
+
+
+def test_bytes_the_file_has_no_ids_for_are_refused():
+    tokenizer = SubwordTokenizer(_byte_level(alphabet=False).to_str())
+    assert tokenizer.decode(tokenizer.encode("of our sun")) == "of our sun"
+    with pytest.raises(ValueError, match="has no id in this tokenizer"):
+        tokenizer.encode("of \u4e2d our")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "no json",
+        "[]",
+        "{}",
+        '{"model": 3}',
+        '{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+        '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}',
+        '{"model": {"type": "WordLevel", "vocab": {"a": "0"}, "unk_token": "a"}}',
+        BPE.content[: len(BPE.content) // 2],
+    ],
+)
+def test_a_broken_file_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is broken \(.*\); use") as caught:
+        SubwordTokenizer.of_file(path)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(path))
 
 
 @pytest.mark.parametrize(
@@ -123,13 +388,43 @@ def test_tokenizers_with_other_characters_differ():
         (lambda: SMALL.encode("a\U0001f601"), r"U\+1F601\) at position 1 "),
         (lambda: SMALL.encode("\ud800"), r"U\+D800\) at position 0 "),
         (lambda: ByteTokenizer().encode("ab\udcff"), r"lone surrogate \(U\+DCFF\) at position 2"),
+        (lambda: BPE.encode("ab\udcff"), r"lone surrogate \(U\+DCFF\) at position 2"),
         (lambda: ByteTokenizer().decode([1, 260]), r"id 260 at position 1 is outside .* 260; "),
+        (lambda: BPE.decode([1, 300]), r"id 300 at position 1 is outside .* 300; "),
         (lambda: SMALL.decode([-1]), r"id -1 at position 0 is outside"),
         (lambda: SMALL.decode([[1, 2]]), r"shape \(1, 2\).*decode a row of integers"),
         (lambda: SMALL.decode([0.5]), r"float64; decode a row of integers"),
+        (lambda: BPE.decode([0.5]), "decode a row of integers"),
         (lambda: CharacterTokenizer.of(""), "characters is empty"),
         (lambda: CharacterTokenizer("ba"), "not distinct and ascending"),
         (lambda: CharacterTokenizer("aa"), "not distinct and ascending"),
+        (lambda: train_bpe("a", 259), "use at least bpe:260"),
+        (lambda: train_bpe("the the the", 270), "supports a BPE of 263 ids, not 270; use"),
+        (lambda: train_bpe("\ud800", 300), "lone surrogate"),
+        (
+            lambda: train_bpe("twelve chars", 10**20),
+            "on a text of 12 characters; use at most bpe:27",
+        ),
+        (
+            lambda: check_fits(ByteTokenizer(), 259),
+            "has 260 ids, but the model has 259 logits; use",
+        ),
+        (lambda: make_tokenizer("chracter", "a"), r"'chracter' is unknown; did you mean 'char"),
+        (lambda: make_tokenizer("word", "a"), "use one of byte, character, bpe:SIZE or the path"),
+        (lambda: make_tokenizer("bpe:", TEXT), "'bpe:' has no size; write .* such as bpe:1024"),
+        (lambda: make_tokenizer("bpe:1e3", TEXT), "'bpe:1e3' has no size"),
+        (lambda: make_tokenizer("bpe:259", TEXT), "cannot contain the 256 bytes .*least bpe:260"),
+        (lambda: make_tokenizer("no/t.json", "a"), r"no/t\.json cannot be read \(No such.*; pass"),
+        (lambda: SubwordTokenizer.of_file("/tmp"), r"/tmp cannot be read \(Is a directory\); pass"),
+        (lambda: from_json({"type": "bytes"}), "did you mean 'byte'"),
+        (lambda: from_json(["byte"]), "tokenizer type=None is unknown; use one of byte, char"),
+        (
+            lambda: from_json({"type": "byte", "size": 3}),
+            r"fields \[\], but the file has \['size'\]",
+        ),
+        (lambda: from_json({"type": "character"}), r"fields \['characters'\], but the file has"),
+        (lambda: from_json({"type": "subword", "tokenizer_json": {}}), "or other types; it is dam"),
+        (lambda: from_json({"type": "subword", "tokenizer_json": "{"}), "tokenizer.json is broken"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(call, message):
@@ -138,7 +433,34 @@ def test_bad_input_is_refused_in_one_line(call, message):
     assert "\n" not in str(caught.value)
 
 
-def test_noise_is_text_or_eos():
-    tokenizer = CharacterTokenizer.of("abc")
-    letters = tokenizer.encode("abc").tolist()
-    assert noise_ids(tokenizer) == tuple(sorted([*letters, tokenizer.eos_id]))
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "latin.json").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin\.json cannot be read .*; pass"):
+        SubwordTokenizer.of_file(tmp_path / "latin.json")
+
+
+def test_fewer_ids_than_logits_fit():
+    for size in (260, 300):
+        check_fits(ByteTokenizer(), size)
+
+
+@pytest.mark.parametrize("size", [10**11, 10**20, 2**63])
+def test_a_bpe_that_no_text_could_fill_is_refused_before_anything_is_made(size):
+    with pytest.raises(
+        ValueError, match="cannot be trained on a text of 12 characters; use at most bpe:272"
+    ):
+        train_bpe("twelve chars", size)
+
+
+@pytest.mark.parametrize("largest", [2**31, 2**32 - 2, 2**22])
+def test_a_tokenizer_json_with_a_huge_id_is_refused_before_anything_is_made(largest):
+    data = json.loads(train_bpe("twelve chars", 260).content)
+    token = next(iter(data["model"]["vocab"]))
+    data["model"]["vocab"][token] = largest
+    tracemalloc.start()
+    with pytest.raises(
+        ValueError, match=f"it has the id {largest}, but at most 4194304 ids are allowed"
+    ):
+        SubwordTokenizer(json.dumps(data))
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
