@@ -43,7 +43,7 @@ import numpy as np  # noqa: E402
 import dlm_jax  # noqa: E402
 from dlm_jax.contrib.edits import Lead  # noqa: E402
 from dlm_jax.contrib.speculative import Speculative  # noqa: E402
-from dlm_jax.published import family  # noqa: E402
+from dlm_jax.published import llada, qwen  # noqa: E402
 
 Settings = dict[str, Any]
 _RANDOM: Settings = {"order": "random", "fill": "parallel"}
@@ -89,10 +89,10 @@ SHAKESPEARE: dict[str, Settings] = {
     "several blocks": _SURE | {"block_length": 6, "steps": 12},
     "prefix cache": _SURE | {"block_length": 8, "cache": "prefix"},
     "dual cache": _SURE | {"block_length": 8, "cache": "dual"},
-    "published llada": family.LLADA["llada"] | {"fill": "parallel", "block_length": 8} | _SHORT,
-    "published fast": family.LLADA["fast"] | {"fill": "parallel", "block_length": 8} | _SHORT,
-    "published dream": family.DREAM["dream"] | {"fill": "parallel"} | _SHORT,
-    "published dream greedy": family.DREAM["greedy"] | {"fill": "parallel"} | _SHORT,
+    "published llada": llada.LLADA["llada"] | {"fill": "parallel", "block_length": 8} | _SHORT,
+    "published fast": llada.LLADA["fast"] | {"fill": "parallel", "block_length": 8} | _SHORT,
+    "published dream": qwen.DREAM["dream"] | {"fill": "parallel"} | _SHORT,
+    "published dream greedy": qwen.DREAM["greedy"] | {"fill": "parallel"} | _SHORT,
 }  # fmt: skip
 """Settings for the small Shakespeare model, by name of the case."""
 
@@ -107,9 +107,9 @@ DRAFTS = (
 
 BLOCK_CAUSAL: dict[str, Settings] = {
     "exact cache": {"cache": "exact", "order": "low_confidence", "steps": 12},
-    "published sdar": family.SDAR["sdar"] | {"steps": 12},
-    "published llada2.1": family.LLADA2["llada2.1"] | {"steps": 24},
-    "published fast_dllm": family.FAST_DLLM["fast_dllm"]
+    "published sdar": qwen.SDAR["sdar"] | {"steps": 12},
+    "published llada2.1": llada.LLADA2["llada2.1"] | {"steps": 24},
+    "published fast_dllm": qwen.FAST_DLLM["fast_dllm"]
     | {"block_length": 2, "threshold_alone": 4, "steps": 24},
     "speculative": {
         "rules": [Speculative],

@@ -41,7 +41,7 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.slots import Bucket, compiled_loop
 from dlm_jax.model.transformer import build
-from dlm_jax.published import family
+from dlm_jax.published import gemma, llada
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance, start
 
@@ -97,10 +97,10 @@ class Case:
 
 
 CASES = {
-    "llada": Case(LLADA_8B, Ids(), family.LLADA["llada"], "masked", True),
+    "llada": Case(LLADA_8B, Ids(), llada.LLADA["llada"], "masked", True),
     "diffusion_gemma": Case(
         GEMMA_26B, Ids(262144, 4, 0, 1, None, (0, 2, 4)),
-        family.DIFFUSION_GEMMA["diffusion_gemma"], "uniform", False,
+        gemma.PRESETS["diffusion_gemma"], "uniform", False,
     ),
 }  # fmt: skip
 

@@ -325,3 +325,9 @@ def write_weights(directory: Path, made: dict[str, Any], num_shards: int) -> Non
         where |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": where}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def edit(file: Path, **changes: Any) -> None:
+    """Changes fields of a JSON file; ``...`` removes a field."""
+    said = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in said.items() if value is not ...}))

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -57,20 +58,8 @@ def _quote(number: int) -> str:
     return _QUOTE + f"{number:05o}".translate({ord("0"): "8", ord("1"): "9"})
 
 
-class _Rendered(NamedTuple):
-    """A rendered conversation.
-
-    Attributes:
-      text: the text, with placeholders.
-      names: names of tokens that the messages cannot contain.
-      names_of: the name for which each placeholder stands.
-      values: the template's variables, with placeholders.
-    """
-
-    text: str
-    names: frozenset[str]
-    names_of: dict[str, str]
-    values: dict[str, Any]
+_Encode = Callable[[str], np.ndarray]
+"""Maps a rendered text, or its beginning, to its ids."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +112,9 @@ class ChatTemplate:
         tokens and of the template's markers are encoded as characters. In the model's own turns,
         markers other than those around a turn are tokens.
         """
-        given, now = _variables(messages, more), time.time()
-        rendered = self._rendered(given, begins_answer, continues, now)
-        return self._encode(rendered.text, rendered)
+        given = _variables(messages, more)
+        text, encode, _ = self._rendered(given, begins_answer, continues, time.time())
+        return encode(text)
 
     def turns(self, messages: Messages, /) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Training examples: for each turn of the assistant, the ids before it and its ids, int32.
@@ -153,12 +142,11 @@ class ChatTemplate:
         self, before: Messages, messages: Messages, where: str
     ) -> tuple[np.ndarray, np.ndarray] | None:
         now = time.time()
-        asked = self._rendered(_variables(before, {}), True, False, now)
-        given = self._encode(asked.text, asked)
-        full = self._rendered(_variables(messages, {}), False, False, now)
-        written = full.text
+        asked, encode, _ = self._rendered(_variables(before, {}), True, False, now)
+        given = encode(asked)
+        written, encode, values = self._rendered(_variables(messages, {}), False, False, now)
         if not _MARK.search(self.source):
-            whole = self._encode(written, full)
+            whole = encode(written)
             if not _begins_with(whole, given):
                 raise ValueError(
                     f"{where}: the chat template writes other tokens before this answer than a "
@@ -166,8 +154,16 @@ class ChatTemplate:
                     "{% endgeneration %}"
                 )
             return given, self._end_of_turn(whole[given.size :])
-        others = len(os.path.commonprefix([asked.text, written]))
-        spans = [span for span in self._spans(full.values, written, now) if span[1] > others]
+        parts = self._write(values, False, False, now, marks=True).split(MARK)
+        if "".join(parts) != written or len(parts) % 2 == 0:
+            raise ValueError(
+                "the chat template reads its own {% generation %} marks; put them around "
+                "what it writes"
+            )
+        places = [0, *itertools.accumulate(map(len, parts))]
+        others = len(os.path.commonprefix([asked, written]))
+        spans = zip(places[1:-1:2], places[2:-1:2], strict=True)
+        spans = [span for span in spans if span[1] > others]
         if not spans:
             return None
         if any(one[1] != two[0] for one, two in itertools.pairwise(spans)):
@@ -175,8 +171,7 @@ class ChatTemplate:
                 f"{where}: the chat template marks this answer in several parts; put it between "
                 "one {% generation %} and one {% endgeneration %}"
             )
-        whole = self._encode(written[: spans[-1][1]], full)
-        marked = self._encode(written[: spans[0][0]], full)
+        whole, marked = encode(written[: spans[-1][1]]), encode(written[: spans[0][0]])
         if not _begins_with(whole, marked):
             raise ValueError(
                 f"{where}: the chat template marks this answer from within a token; put "
@@ -187,17 +182,6 @@ class ChatTemplate:
             given = marked
         return given, self._end_of_turn(whole[given.size :])
 
-    def _spans(self, values: dict[str, Any], text: str, now: float) -> list[tuple[int, int]]:
-        """The parts of `text`, the rendered `values`, that the template marks as answers."""
-        parts = self._write(values, False, False, now, marks=True).split(MARK)
-        if "".join(parts) != text or len(parts) % 2 == 0:
-            raise ValueError(
-                "the chat template reads its own {% generation %} marks; put them around "
-                "what it writes"
-            )
-        places = [0, *itertools.accumulate(map(len, parts))]
-        return list(zip(places[1:-1:2], places[2:-1:2], strict=True))
-
     def _end_of_turn(self, ids: np.ndarray) -> np.ndarray:
         """The ids up to the last special token, if only spaces follow it."""
         special = {*self.tokenizer.textless_ids, *map(self.tokenizer.id_of, self._names)}
@@ -205,34 +189,31 @@ class ChatTemplate:
         rest = ids[last + 1 :]
         return ids if last < 0 or self.tokenizer.decode(rest).strip() else ids[: last + 1]
 
-    def _encode(self, text: str, rendered: _Rendered) -> np.ndarray:
-        """The ids of a text, or of its beginning, with the placeholders of `rendered`."""
-        if not rendered.names_of:
-            return self.tokenizer.encode_marked(text)
-        return self.tokenizer.encode_quoted(text, rendered.names, rendered.names_of)
-
     def _rendered(
         self, given: dict[str, Any], begins_answer: bool, continues: bool, now: float
-    ) -> _Rendered:
-        """The text with placeholders for names of special tokens in the messages."""
+    ) -> tuple[str, _Encode, dict[str, Any]]:
+        """The text with placeholders for names of special tokens in the messages, the function
+        that encodes it, and the template's variables with the placeholders.
+        """
         text = self._write(given, begins_answer, continues, now)
         # A template can read markers in a turn, such as those around a tool's result. Then they are
         # its own, except those around the turn.
         for names in (self._markers, self._names):
-            quoted, names_of = self._quoted(given, names)
-            if not names_of:
-                return _Rendered(text, names, {}, given)
+            quoted, quotes = self._quoted(given, names)
+            if not quotes:
+                return text, self.tokenizer.encode_marked, given
             # The template is rendered again with placeholders for these names, so that the names in
             # the result are its own.
             written = self._write(quoted, begins_answer, continues, now)
             plain = written
-            for placeholder, name in names_of.items():
+            for placeholder, name in quotes.items():
                 plain = plain.replace(placeholder, name)
             if plain == text:
-                return _Rendered(written, names, names_of, quoted)
-        found = ", ".join(sorted(names_of.values()))
+                encode = self.tokenizer.encode_quoted
+                return written, functools.partial(encode, names=names, quotes=quotes), quoted
+        read = ", ".join(sorted(quotes.values()))
         raise ValueError(
-            f"the chat template reads {found} in the messages, which cannot be encoded as text "
+            f"the chat template reads {read} in the messages, which cannot be encoded as text "
             "then; remove them from the messages"
         )
 
@@ -244,26 +225,29 @@ class ChatTemplate:
         The model itself writes markers within its turns, so in these only those around a turn have
         placeholders.
         """
-        found: dict[str, str] = {}
+        quotes: dict[str, str] = {}
 
         def change(value: Any, names: frozenset[str]) -> Any:
-            pattern = pattern_of(names)
-
-            def quote(one: str) -> str:
-                return pattern.sub(lambda name: found.setdefault(name[0], _quote(len(found))), one)
-
-            return _map_texts(value, quote)
+            """The value with placeholders in all its strings, including keys."""
+            if isinstance(value, str):
+                return pattern_of(names).sub(
+                    lambda name: quotes.setdefault(name[0], _quote(len(quotes))), value
+                )
+            if isinstance(value, Mapping):
+                return {change(key, names): change(one, names) for key, one in value.items()}
+            if isinstance(value, list | tuple):
+                return [change(one, names) for one in value]
+            return value
 
         try:
             turns = [
                 change(turn, self._names if turn["role"] == "assistant" else names)
                 for turn in given["messages"]
             ]
-            rest = {name: value for name, value in given.items() if name != "messages"}
-            quoted = change(rest, names) | {"messages": turns}
+            quoted = change(given | {"messages": None}, names) | {"messages": turns}
         except RecursionError:
             raise ValueError("the messages are nested too deeply") from None
-        return quoted, {placeholder: name for name, placeholder in found.items()}
+        return quoted, {placeholder: name for name, placeholder in quotes.items()}
 
     def specials(self) -> dict[str, str]:
         """The texts of BOS, EOS, PAD and MASK for the template; '' for a missing token."""
@@ -377,17 +361,6 @@ def _variables(messages: Messages, more: Mapping[str, Any]) -> dict[str, Any]:
     return known | dict(more)
 
 
-def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """A JSON value with `change` applied to all strings in it, including keys."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {_map_texts(k, change): _map_texts(v, change) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map_texts(one, change) for one in value]
-    return value
-
-
 def saved_chat(meta: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template in the metadata of a checkpoint or a weights file, or None."""
     source = meta.get("chat_template")
@@ -445,29 +418,20 @@ class _Sandbox:
     def _answer(self, process: subprocess.Popen[str], line: str, seconds: float) -> dict[str, str]:
         """Sends a line and returns the answer; raises ValueError on a timeout or crash."""
         assert process.stdin is not None and process.stdout is not None
-        is_late = threading.Event()
-
-        def kill() -> None:
-            is_late.set()
-            process.kill()
-
-        timer = threading.Timer(seconds, kill)
-        timer.daemon = True
-        timer.start()
         try:
             process.stdin.write(line)
             process.stdin.flush()
+            if not select.select([process.stdout], [], [], seconds)[0]:
+                raise TimeoutError
             return json.loads(process.stdout.readline())
-        except (OSError, ValueError):
-            self._stop()
-            reason = f"it takes longer than {seconds:g} s" if is_late.is_set() else "it crashes"
-            raise ValueError(reason) from None
-        except BaseException:
+        except BaseException as error:
             # Otherwise, the next line could receive the unread answer of this line.
             self._stop()
+            if isinstance(error, TimeoutError):
+                raise ValueError(f"it takes longer than {seconds:g} s") from None
+            if isinstance(error, OSError | ValueError):
+                raise ValueError("it crashes") from None
             raise
-        finally:
-            timer.cancel()
 
     def _stop(self) -> None:
         process, self._process = self._process, None

@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,15 @@ from dlm_jax.model.transformer import build
 from dlm_jax.published.chat import ChatTemplate, check_template
 from dlm_jax.published.families import expressed, family_for, family_of
 from dlm_jax.published.family import Family, FileFields, pieces_of, read_json
-from dlm_jax.published.gguf import SOURCES, is_gguf, opened
+from dlm_jax.published.generation import (
+    GENERATION,
+    implied_sample,
+    presets_of,
+    read_settings,
+    recommended,
+    settings_fields,
+)
+from dlm_jax.published.gguf import TENSORS, is_gguf, opened
 from dlm_jax.published.tensors import (
     Finish,
     Place,
@@ -37,32 +44,12 @@ from dlm_jax.published.tensors import (
     write_weights,
 )
 from dlm_jax.randomness import key_of
-from dlm_jax.sampling.rules import BUILT_IN
-from dlm_jax.settings import SettingError, nearest
+from dlm_jax.settings import SettingError
 from dlm_jax.store.files import refused_unless_full
 from dlm_jax.types import Params
 
 CONFIG = "config.json"
 TEMPLATE = "chat_template.jinja"
-GENERATION = "generation_config.json"
-OWN = "dlm_jax"
-"""The field of `GENERATION` with the settings that only this library has."""
-
-_SHARED = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "repetition_penalty": "repetition_penalty",
-    "steps": "steps",
-    "max_new_tokens": "gen_length",
-}
-"""Fields of `GENERATION` that are settings, and the names of these settings in this library."""
-
-_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
-"""Fields of `GENERATION` that apply only with ``do_sample`` true."""
-
 _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<mask>")
 _ADDED_MASK = "<|mask|>"
 
@@ -120,32 +107,25 @@ def read_published(
     directory = Path(path)
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r} is unknown; use 'float32' or 'bfloat16'")
-    family, model, longest, fields, ignored = read_model(directory, ignore)
-    length = min(family.trained_length or longest, longest)
-    said = read_settings(directory, length, lambda said: family.recommended(said, model))
+    made = _described(directory, ignore, adds_mask=adds_mask)
+    family, model, tokenizer = made.family, made.config.model, made.tokenizer
     shards = opened(directory) if is_gguf(directory) else Shards(directory, family.name_of)
-    tokenizer, more_eos = read_tokenizer(
-        directory, family, fields, vocab_size=model.vocab_size, adds_mask=adds_mask
-    )
-    chat = read_chat(directory, tokenizer)
+    tensors = TENSORS if is_gguf(directory) else family.tensors
     abstract = jax.eval_shape(build(model).init, key_of(0))
-    sources = SOURCES if is_gguf(directory) else family.sources(model)
-    pieces = pieces_of(sources, abstract, layers=model.layers)
+    pieces = pieces_of(tensors, abstract, layers=model.layers)
     table = pieces["embedding"][0].tensor
-    redundant = {str(sources["head/kernel"]): table} if model.tied_head else {}
     check_tensors(
-        shards, pieces, redundant=redundant, where=str(directory), config=_config_of(directory).name
-    )
-    _check_mask(tokenizer, model, directory)
-    stored = shards.entries[table].dtype.name
-    model = dataclasses.replace(
-        model, compute_dtype="bfloat16" if (dtype or stored) == "bfloat16" else "float32"
+        shards,
+        pieces,
+        redundant={tensors["head/kernel"]: table} if model.tied_head else {},
+        where=str(directory),
+        config=_config_of(directory).name,
     )
     place = place or (lambda path, shape: None)
-    whole = _with_mask(model, tokenizer) if adds_mask else model
+    whole = _with_mask(model, tokenizer)
     if adds_mask and (mask_like or whole != model):
         like = _row_of(mask_like, tokenizer, model) if mask_like else None
-        place, finish = _with_mask_row(whole, model.vocab_size, like, place, finish)
+        place, finish = _with_mask_row(whole.vocab_size, like, place, finish)
     params = read_params(
         shards,
         pieces,
@@ -154,15 +134,46 @@ def read_published(
         place=place,
         finish=finish,
     )
-    model = whole
-    presets = {name: _fitted(preset, model) for name, preset in family.presets.items()}
+    to = dtype or shards.entries[table].dtype.name
+    whole = dataclasses.replace(whole, compute_dtype="bfloat16" if to == "bfloat16" else "float32")
+    config = dataclasses.replace(made.config, model=whole)
+    chat = read_chat(directory, tokenizer)
+    return dataclasses.replace(made, config=config, params=params, chat=chat)
+
+
+def _described(directory: Path, ignore: Sequence[str] = (), *, adds_mask: bool) -> Published:
+    """The content of a directory without parameters and chat template, for a vocabulary of the
+    stored size.
+    """
+    family, model, longest, fields, ignored = read_model(directory, ignore)
+    length = min(family.trained_length or longest, longest)
+    settings = read_settings(directory, length, lambda said: family.recommended(said, model))
+    size = model.vocab_size
+    tokenizer, more_eos = read_tokenizer(
+        directory, family, fields, vocab_size=size, adds_mask=adds_mask
+    )
+    if tokenizer.mask_id == NO_MASK and model.attention_type != "causal":
+        raise ValueError(
+            f"{_config_of(directory)} has no field 'mask_token_id', and its vocabulary has no free "
+            "id; add it"
+        )
     config = Config(
         model=model,
         data=DataConfig(seq_len=length),
         objective=ObjectiveConfig(process=family.process),
-        sample=_recommended(implied_sample(family, model, length), said),
+        sample=recommended(implied_sample(family, model, length), settings),
     )
-    return Published(family, config, params, tokenizer, chat, presets, more_eos, said, ignored)
+    return Published(
+        family=family,
+        config=config,
+        params={},
+        tokenizer=tokenizer,
+        chat=None,
+        presets=presets_of(family, model),
+        more_eos_ids=more_eos,
+        settings=settings,
+        ignored=ignored,
+    )
 
 
 def read_shape(
@@ -172,16 +183,12 @@ def read_shape(
 
     With `adds_mask`, a vocabulary without MASK and without a free id gets one more id.
     """
-    family, model, _, fields, _ = read_model(directory, ignore)
-    tokenizer, _ = read_tokenizer(
-        directory, family, fields, vocab_size=model.vocab_size, adds_mask=adds_mask
-    )
-    _check_mask(tokenizer, model, directory)
-    return _with_mask(model, tokenizer) if adds_mask else model, tokenizer
+    made = _described(directory, ignore, adds_mask=adds_mask)
+    return _with_mask(made.config.model, made.tokenizer), made.tokenizer
 
 
 def _with_mask(model: ModelConfig, tokenizer: HubTokenizer) -> ModelConfig:
-    """The model config with an id for MASK."""
+    """The model config for the vocabulary with MASK."""
     size = max(model.vocab_size, tokenizer.mask_id + 1)
     return dataclasses.replace(model, vocab_size=size)
 
@@ -203,22 +210,21 @@ def _row_of(name: str, tokenizer: HubTokenizer, model: ModelConfig) -> int:
 
 
 def _with_mask_row(
-    model: ModelConfig, num_rows: int, like: int | None, place: Place, finish: Finish
+    size: int, like: int | None, place: Place, finish: Finish
 ) -> tuple[Place, Finish]:
-    """`place` and `finish` of `read_params`, for tables of `num_rows` rows whose MASK is the last
-    row of `model`.
+    """`place` and `finish` of `read_params`, for tables of `size` rows whose last one is MASK's.
 
     The row of MASK is that of id `like`, or the mean of the stored rows if `like` is None.
     """
-    size = model.vocab_size
 
-    def grown(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-        return (*shape[:axis], size, *shape[axis + 1 :])
+    def place_table(path: str, shape: tuple[int, ...]) -> Any:
+        axis = TABLES[path]
+        return place(path, (*shape[:axis], size, *shape[axis + 1 :]))
 
-    def place_whole(path: str, shape: tuple[int, ...]) -> Any:
+    def place_stored(path: str, shape: tuple[int, ...]) -> Any:
         if path not in TABLES:
             return place(path, shape)
-        sharding = place(path, grown(shape, TABLES[path]))
+        sharding = place_table(path, shape)
         # The mesh need not divide the stored number of rows.
         is_split = isinstance(sharding, NamedSharding)
         return NamedSharding(sharding.mesh, PartitionSpec()) if is_split else sharding
@@ -233,21 +239,13 @@ def _with_mask_row(
                 row = jnp.mean(table.astype(jnp.float32), axis=axis, keepdims=True)
             else:
                 row = jax.lax.slice_in_dim(table, like, like + 1, axis=axis)
-            rest = jax.lax.slice_in_dim(table, 0, min(num_rows, size - 1), axis=axis)
+            rest = jax.lax.slice_in_dim(table, 0, size - 1, axis=axis)
             return jnp.concatenate([rest, row.astype(table.dtype)], axis=axis)
 
-        sharding = place(path, grown(parameter.shape, axis))
+        sharding = place_table(path, parameter.shape)
         return finish(path, jax.jit(put, out_shardings=sharding)(parameter))
 
-    return place_whole, with_row
-
-
-def _check_mask(tokenizer: HubTokenizer, model: ModelConfig, directory: Path) -> None:
-    if tokenizer.mask_id == NO_MASK and model.attention_type != "causal":
-        raise ValueError(
-            f"{_config_of(directory)} has no field 'mask_token_id', and its vocabulary has no free "
-            "id; add it"
-        )
+    return place_stored, with_row
 
 
 def _config_of(directory: Path) -> Path:
@@ -286,8 +284,7 @@ def read_model(
     except ValueError as error:
         text = str(error)
         raise ValueError(text if text.startswith(str(where)) else f"{where}: {text}") from None
-    fields.finish(family.idle)
-    return family, model, longest, said, fields.ignored
+    return family, model, longest, said, fields.finish(family.idle)
 
 
 def _without(said: Mapping[str, Any], path: str) -> dict[str, Any] | None:
@@ -297,35 +294,6 @@ def _without(said: Mapping[str, Any], path: str) -> dict[str, Any] | None:
     outer, _, inner = path.partition(".")
     rest = _without(said[outer], inner) if isinstance(said.get(outer), dict) else None
     return None if rest is None else {**said, outer: rest}
-
-
-def _fitted(preset: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """The preset; if it has `threshold_alone`, its block lengths are adapted to the model."""
-    settings, unit = dict(preset), model.block_length
-    if settings.get("threshold_alone"):
-        size = math.gcd(settings["block_length"], unit)
-        settings |= {"threshold_alone": unit, "block_length": size}
-    return settings
-
-
-def _recommended(implied: SamplingParams, said: Mapping[str, Any]) -> SamplingParams:
-    """A directory's settings; a length without steps keeps the number of tokens per step."""
-    if "temperature" in said:
-        said = {"temperature_end": -1.0} | dict(said)
-    sample = dataclasses.replace(implied, **said)
-    if "gen_length" in said and "steps" not in said:
-        tokens = implied.gen_length or implied.steps
-        steps = -(-implied.steps * sample.gen_length // tokens)
-        sample = dataclasses.replace(sample, steps=max(steps, 1))
-    return sample
-
-
-def implied_sample(family: Family, model: ModelConfig, length: int) -> SamplingParams:
-    """The first preset of a family, adapted to a canvas of `length` tokens."""
-    settings = _fitted(next(iter(family.presets.values()), {}), model)
-    if settings.get("gen_length", 0) > length:
-        settings |= {"gen_length": length, "steps": length}
-    return SamplingParams(**settings)
 
 
 def read_tokenizer(
@@ -386,85 +354,27 @@ def read_tokenizer(
     return tokenizer, eos[1:]
 
 
-def read_settings(
-    directory: Path,
-    length: int,
-    of_family: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda said: {},
-) -> dict[str, Any]:
-    """The settings that generation_config.json recommends; empty if there is no such file.
-
-    Sampling follows Hugging Face: ``do_sample`` false means temperature 0, and is the default if
-    the file has a temperature, ``top_k``, ``top_p``, ``min_p`` or ``typical_p``; ``do_sample`` true
-    means temperature 1 unless the file sets one. Without any of these fields, the family sets the
-    temperature. A generation longer than the canvas of `length` tokens is replaced by one that
-    fills the space after the prompt. `of_family` is `Family.recommended`, for the fields of one
-    family.
-    """
-    said = _optional(directory / GENERATION)
-    own = said.get(OWN) or {}
-    if not isinstance(own, dict):
-        raise ValueError(f"{directory / GENERATION}: {OWN} is not an object of settings; remove it")
-    found = {name: said[field] for field, name in _SHARED.items() if said.get(field) is not None}
-    does_sample = said.get("do_sample")
-    if not isinstance(does_sample, bool | None):
-        raise ValueError(
-            f"{directory / GENERATION}: do_sample={does_sample!r} is not a bool; use true or false"
-        )
-    is_greedy = not does_sample and (does_sample is not None or found.keys() & set(_OF_SAMPLING))
-    if does_sample:
-        found.setdefault("temperature", 1.0)
-    try:
-        found |= of_family(said)
-        for name, value in (found | own).items():
-            if name not in BUILT_IN.settings:
-                known = tuple(BUILT_IN.settings)
-                raise ValueError(f"{name[:60]!r} is not a setting; {nearest(name[:60], known)}")
-            found[name] = BUILT_IN.settings[name].checked(value)
-    except ValueError as error:
-        raise ValueError(f"{directory / GENERATION}: {error}") from None
-    if is_greedy and "temperature" not in own:
-        found["temperature"] = 0.0
-    if found.get("gen_length", 0) > length and "gen_length" not in own:
-        found |= {"gen_length": 0, "steps": found.get("steps", length)}
-    return found
-
-
-def settings_fields(sample: SamplingParams, implied: SamplingParams) -> dict[str, Any]:
-    """The fields of generation_config.json from which `read_settings` restores `sample`."""
-    names = {name: field for field, name in _SHARED.items()}
-    fields: dict[str, Any] = {}
-    own: dict[str, Any] = {}
-    for name in BUILT_IN.settings:
-        value = getattr(sample, name)
-        is_scaled = name == "steps" and sample.gen_length != implied.gen_length
-        if value == getattr(implied, name) and not is_scaled:
-            continue
-        if name in names and (name, value) != ("gen_length", 0):
-            fields[names[name]] = value
-        else:
-            own[name] = value
-    if fields.keys() & set(_OF_SAMPLING):
-        does_sample = sample.temperature > 0
-        fields |= {"do_sample": does_sample, "temperature": sample.temperature}
-        if not does_sample:
-            del fields["temperature"]
-    # A reader takes a temperature without its end for that of all steps.
-    if {"temperature", "do_sample"} & fields.keys() and sample.temperature_end != -1:
-        own["temperature_end"] = sample.temperature_end
-    return fields | ({OWN: own} if own else {})
-
-
 def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
     """The chat template of a directory, or None.
 
     A template that cannot be read or compiled has a `ChatTemplate.problem`.
     """
+    file, source = directory / TEMPLATE, None
     try:
-        source, file = _template_of(directory)
+        if is_gguf(directory):
+            file, source = directory, opened(directory).template
+        elif file.exists():
+            source = file.read_text(encoding="utf-8-sig")
+        else:
+            file = directory / "tokenizer_config.json"
+            source = _optional(file).get("chat_template")
     except (OSError, ValueError) as error:
-        problem = f"{directory / TEMPLATE} cannot be read ({error}); download it again"
+        problem = f"{file} cannot be read ({error}); download it again"
         return ChatTemplate("", tokenizer, problem=problem)
-    return None if source is None else chat_of(source, tokenizer, str(file))
+    if isinstance(source, list):
+        named = (entry for entry in source if isinstance(entry, dict))
+        source = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    return chat_of(source, tokenizer, str(file)) if isinstance(source, str) else None
 
 
 def chat_of(source: str, tokenizer: HubTokenizer, where: str) -> ChatTemplate:
@@ -477,22 +387,6 @@ def chat_of(source: str, tokenizer: HubTokenizer, where: str) -> ChatTemplate:
     except ValueError as error:
         return ChatTemplate(source, tokenizer, problem=str(error))
     return ChatTemplate(source, tokenizer)
-
-
-def _template_of(directory: Path) -> tuple[str | None, Path]:
-    """The source of a directory's chat template, None if there is none, and its file."""
-    file = directory / TEMPLATE
-    if file.exists():
-        source: Any = file.read_text(encoding="utf-8-sig")
-    else:
-        file = directory / "tokenizer_config.json"
-        source = _optional(file).get("chat_template")
-    if is_gguf(directory):
-        file, source = directory, opened(directory).template
-    if isinstance(source, list):
-        named = (entry for entry in source if isinstance(entry, dict))
-        source = next((e.get("template") for e in named if e.get("name") == "default"), None)
-    return source if isinstance(source, str) else None, file
 
 
 def _with_token(content: str, id_: int, name: str) -> str:
@@ -561,13 +455,14 @@ def read_kept(directory: Path, ignore: Sequence[str] = ()) -> dict[str, Any]:
     as metadata: under ``published`` further ids that end a generation, the length of the canvas,
     and the settings of generation_config.json. `restored` reads them.
     """
-    family, model, longest, fields, _ = read_model(directory, ignore)
-    length = min(family.trained_length or longest, longest)
-    size = model.vocab_size
-    _, more_eos = read_tokenizer(directory, family, fields, vocab_size=size, adds_mask=True)
-    settings = read_settings(directory, length, lambda said: family.recommended(said, model))
-    kept = {"max_length": length, "more_eos_ids": list(more_eos), "settings": settings}
-    return {"published": kept}
+    made = _described(directory, ignore, adds_mask=True)
+    return {
+        "published": {
+            "max_length": made.config.data.seq_len,
+            "more_eos_ids": list(made.more_eos_ids),
+            "settings": made.settings,
+        }
+    }
 
 
 def restored(kept: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -589,60 +484,13 @@ def restored(kept: Mapping[str, Any], config: Config) -> dict[str, Any]:
         presets = {}
     else:
         implied = implied_sample(family, config.model, length)
-        presets = {name: _fitted(preset, config.model) for name, preset in family.presets.items()}
+        presets = presets_of(family, config.model)
     return {
         "max_length": length,
         "more_eos_ids": tuple(kept["more_eos_ids"]),
         "presets": presets,
-        "sample": _recommended(implied, said | own),
+        "sample": recommended(implied, said | own),
     }
-
-
-def write_tokenizer(
-    directory: Path,
-    tokenizer: HubTokenizer,
-    chat: ChatTemplate | None,
-    *,
-    more_eos: tuple[int, ...],
-    settings: Mapping[str, Any],
-    says_mask: bool = True,
-) -> None:
-    """Writes tokenizer.json and its companion files; `read_tokenizer` is the inverse.
-
-    `settings` are the fields from `settings_fields`. MASK is written to `GENERATION` if `says_mask`
-    is True.
-    """
-    (directory / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
-    eos: Any = [tokenizer.eos_id, *more_eos] if more_eos else tokenizer.eos_id
-    ids = {
-        "mask_token_id": tokenizer.mask_id,
-        "pad_token_id": tokenizer.pad_id,
-        "eos_token_id": eos,
-        "bos_token_id": tokenizer.bos_id,
-    }
-    said_ids = {name: id_ for name, id_ in ids.items() if id_ not in (None, NO_MASK)}
-    if not says_mask:
-        said_ids.pop("mask_token_id", None)
-    _write(directory / GENERATION, {**said_ids, **settings})
-    roles = {
-        "mask": tokenizer.mask_id,
-        "pad": tokenizer.pad_id,
-        "eos": tokenizer.eos_id,
-        "bos": tokenizer.bos_id,
-    }
-    said: dict[str, Any] = {
-        f"{role}_token": tokenizer.token(id_)
-        for role, id_ in roles.items()
-        if id_ not in (None, NO_MASK) and tokenizer.token(id_)
-    } | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    if chat is not None and chat.source:
-        said["chat_template"] = chat.source
-        (directory / TEMPLATE).write_text(chat.source, encoding="utf-8")
-    _write(directory / "tokenizer_config.json", said)
-
-
-def _write(file: Path, values: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_published(
@@ -698,24 +546,21 @@ def write_published(
         config = dataclasses.replace(config, model=expressed(found, config.model))
         kept = _with_zero_biases(kept)
     abstract = jax.eval_shape(lambda: kept)
-    pieces = pieces_of(found.sources(config.model), abstract, layers=config.model.layers)
-    fields = _config_fields(found, config, tokenizer, dtype=str(kept["embedding"].dtype))
-    length = min(found.trained_length or config.data.seq_len, config.data.seq_len)
-    settings = _settings(found, config, implied_sample(found, config.model, length))
+    pieces = pieces_of(found.tensors, abstract, layers=config.model.layers)
+    files = _config_files(found, config, tokenizer, more_eos_ids, str(kept["embedding"].dtype))
+    if chat is not None and chat.source:
+        files["tokenizer_config.json"]["chat_template"] = chat.source
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with refused_unless_full(target, "name another"):
             temporary.mkdir(parents=True)
-            text = json.dumps(fields, indent=2, sort_keys=True)
-            (temporary / CONFIG).write_text(text + "\n", encoding="utf-8")
-            write_tokenizer(
-                temporary,
-                tokenizer,
-                chat,
-                more_eos=more_eos_ids,
-                settings=settings,
-                says_mask=found.generates_from_mask,
-            )
+            for name, values in files.items():
+                is_sorted = is_ascii = name == CONFIG
+                text = json.dumps(values, indent=2, ensure_ascii=is_ascii, sort_keys=is_sorted)
+                (temporary / name).write_text(text + "\n", encoding="utf-8")
+            (temporary / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
+            if chat is not None and chat.source:
+                (temporary / TEMPLATE).write_text(chat.source, encoding="utf-8")
             write_weights(temporary, kept, pieces, max_shard_bytes)
             os.replace(temporary, target)
     finally:
@@ -737,35 +582,44 @@ def _with_zero_biases(params: Params) -> Params:
     return found
 
 
-def _settings(family: Family, config: Config, implied: SamplingParams) -> dict[str, Any]:
-    """The fields of generation_config.json for the settings, including those of the family."""
-    sample, own = config.sample, {}
-    if sample != implied:
-        own = family.spoken(sample, config.model)
-        length = own.get("max_new_tokens", implied.gen_length)
-        given = family.recommended(own, config.model)
-        implied = dataclasses.replace(implied, gen_length=length, **given)
-    return settings_fields(sample, implied) | own
-
-
-def _config_fields(
-    family: Family, config: Config, tokenizer: HubTokenizer, *, dtype: str
-) -> dict[str, Any]:
-    fields = family.write(config.model) | {
-        family.max_length: config.data.seq_len,
-        "mask_token_id": tokenizer.mask_id,
-        "pad_token_id": tokenizer.pad_id,
-        "eos_token_id": tokenizer.eos_id,
-        "torch_dtype": dtype,
-        "use_cache": False,
+def _config_files(
+    family: Family,
+    config: Config,
+    tokenizer: HubTokenizer,
+    more_eos: tuple[int, ...],
+    dtype: str,
+) -> dict[str, dict[str, Any]]:
+    """The fields of a directory's JSON files, but for the chat template."""
+    model, sample = config.model, config.sample
+    roles = {
+        "mask": tokenizer.mask_id,
+        "pad": tokenizer.pad_id,
+        "eos": tokenizer.eos_id,
+        "bos": tokenizer.bos_id,
     }
-    if tokenizer.bos_id is not None:
-        fields["bos_token_id"] = tokenizer.bos_id
-    if tokenizer.mask_id == NO_MASK:
-        del fields["mask_token_id"]
+    ids = {role: id_ for role, id_ in roles.items() if id_ not in (None, NO_MASK)}
+    fields = family.write(model) | {f"{role}_token_id": id_ for role, id_ in ids.items()}
+    fields |= {family.max_length: config.data.seq_len, "torch_dtype": dtype, "use_cache": False}
+    outer = {name: fields.pop(name) for name in family.outside}
     whole = {"architectures": [family.architectures[0]], "model_type": family.model_type}
-    if not family.within:
-        return fields | whole
-    outer = {name: fields[name] for name in family.outside}
-    inner = {name: value for name, value in fields.items() if name not in outer}
-    return outer | whole | {family.within: inner}
+    fields = outer | whole | ({family.within: fields} if family.within else fields)
+    names = {f"{role}_token": tokenizer.token(id_) for role, id_ in ids.items()}
+    names = {name: token for name, token in names.items() if token}
+    said: dict[str, Any] = {f"{role}_token_id": id_ for role, id_ in ids.items()}
+    if more_eos:
+        said["eos_token_id"] = [tokenizer.eos_id, *more_eos]
+    if not family.generates_from_mask:
+        said.pop("mask_token_id", None)
+    length = min(family.trained_length or config.data.seq_len, config.data.seq_len)
+    implied = implied_sample(family, model, length)
+    if sample != implied:
+        of_family = family.spoken(sample, model)
+        length = of_family.get("max_new_tokens", implied.gen_length)
+        given = family.recommended(of_family, model)
+        implied = dataclasses.replace(implied, gen_length=length, **given)
+        said |= settings_fields(sample, implied) | of_family
+    return {
+        CONFIG: fields,
+        GENERATION: said,
+        "tokenizer_config.json": names | {"tokenizer_class": "PreTrainedTokenizerFast"},
+    }

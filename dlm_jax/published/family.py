@@ -1,11 +1,10 @@
-"""A family of published models: config fields, tensor names and presets.
+"""A family of published models: config fields, tensor names and presets, as tables.
 
 Every field of a config.json is used, known to have no effect, or rejected. Presets express the
 sampling loops of the models' own programs as settings; the first preset is the default. Each preset
 sets the commit order of its program, because the default order, ``random``, is meant for small
-models. Presets are greedy unless their program samples by default. Ties go to
-the lower position. The name of a preset is a key of ``Model.presets`` and a value of ``sample.py
---preset``.
+models. Presets are greedy unless their program samples by default. Ties go to the lower position.
+The name of a preset is a key of ``Model.presets`` and a value of ``sample.py --preset``.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,49 +24,14 @@ from dlm_jax.types import Params
 
 _MISSING = object()
 
-IDLE = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bos_token_id",
-        "bos_token",
-        "chunk_size_feed_forward",
-        "dtype",
-        "embedding_dropout",
-        "eos_token_id",
-        "eos_token",
-        "flash_attention",
-        "id2label",
-        "init_cutoff_factor",
-        "init_device",
-        "init_fn",
-        "init_std",
-        "initializer_range",
-        "label2id",
-        "mask_token_id",
-        "max_window_layers",
-        "mlp_ratio",
-        "model_type",
-        "name_or_path",
-        "output_attentions",
-        "output_dropout",
-        "output_hidden_states",
-        "output_router_logits",
-        "pad_token_id",
-        "precision",
-        "pretraining_tp",
-        "problem_type",
-        "residual_dropout",
-        "return_dict",
-        "router_aux_loss_coef",
-        "rope_full_precision",
-        "sliding_window",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
+_IDLE = re.compile(
+    r"_name_or_path|architectures|attention_dropout|auto_map|bos_token|bos_token_id"
+    r"|chunk_size_feed_forward|dtype|embedding_dropout|eos_token|eos_token_id|flash_attention"
+    r"|id2label|init_cutoff_factor|init_device|init_fn|init_std|initializer_range|label2id"
+    r"|mask_token_id|max_window_layers|mlp_ratio|model_type|name_or_path|output_attentions"
+    r"|output_dropout|output_hidden_states|output_router_logits|pad_token_id|precision"
+    r"|pretraining_tp|problem_type|residual_dropout|return_dict|rope_full_precision"
+    r"|router_aux_loss_coef|sliding_window|torch_dtype|transformers_version|use_cache"
 )
 """Fields that do not affect the computation of a model, or that other code reads."""
 
@@ -96,22 +59,21 @@ class FileFields:
       values: all fields.
       where: name of the file.
       within: the path of the object that contains the fields, such as ``rope_scaling.``.
-      ignored: unread fields that name no computation, after `finish`.
+      unread: the fields that were not read.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, within: str = ""):
-        self._left = dict(values)
+        self.unread = dict(values)
         self.values = values
         self.where = where
         self.within = within
-        self.ignored: tuple[str, ...] = ()
 
     def refuse(self, name: str, value: Any, reason: str) -> ValueError:
         return ValueError(f"{self.where}: {name}={value!r} {reason}")
 
     def take(self, name: str, kind: type, default: Any = _MISSING) -> Any:
         """The value of a field, which must have the type `kind`; null means the default."""
-        value = self._left.pop(name, None)
+        value = self.unread.pop(name, None)
         if value is None:
             if default is _MISSING:
                 raise ValueError(f"{self.where} has no field {name!r}, which this model needs")
@@ -122,33 +84,28 @@ class FileFields:
             raise self.refuse(name, value, f"is not a {kind.__name__}; the file is damaged")
         return value
 
-    def must(self, **wanted: Any) -> None:
+    def must(self, **implemented: Any) -> None:
         """Raises ValueError for fields with values that are not implemented.
 
         Absent and null fields are accepted. A tuple lists several implemented values.
         """
-        for name, values in wanted.items():
-            value = self._left.pop(name, None)
+        for name, values in implemented.items():
+            value = self.unread.pop(name, None)
             known = values if isinstance(values, tuple) else (values,)
             if value is not None and value not in known:
                 raise self.refuse(
                     name, value, f"is not implemented; only {' or '.join(map(repr, known))} is"
                 )
 
-    @property
-    def unread(self) -> frozenset[str]:
-        """The names of the fields that were not read."""
-        return frozenset(self._left)
-
-    def finish(self, idle: Iterable[str] = ()) -> None:
-        """Raises ValueError for an unread field that has a value and may have an effect."""
+    def finish(self, idle: Iterable[str] = ()) -> tuple[str, ...]:
+        """The unread fields that name no computation; raises ValueError for another that has a
+        value and may have an effect.
+        """
         ignored = []
-        for name, value in self._left.items():
-            if name in IDLE or name in idle or value in (None, False, 0, "", [], {}):
+        for name, value in self.unread.items():
+            if _IDLE.fullmatch(name) or name in idle or value in (None, False, 0, "", [], {}):
                 continue
-            if _OF_OTHER_PROGRAMS.fullmatch(name):
-                ignored.append(name)
-            else:
+            if not _OF_OTHER_PROGRAMS.fullmatch(name):
                 path = self.within + name
                 raise self.refuse(
                     name,
@@ -157,41 +114,32 @@ class FileFields:
                     f"model's outputs, ignore it: --ignore-config {path}, ignore_config="
                     f"[{path!r}] of dlm_jax.load, or train.ignore_config={path}",
                 )
-        self.ignored = tuple(ignored)
-
-
-def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The JSON object with these pairs; raises ValueError for a duplicate key."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice[:100]!r} is given twice")
-    return found
+            ignored.append(name)
+        return tuple(ignored)
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises ValueError for a duplicate key."""
+
+    def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{twice[:100]!r} is given twice")
+        return dict(pairs)
+
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_twins)
+        value = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_twins)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; download the whole directory") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}); download it again") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object; download it again")
-    return found
+    return value
 
 
-Source = str | tuple[str, tuple[int, int]]
-"""The name of the tensor in which a parameter is stored.
-
-In the name, ``{i}`` is the index of the block and ``{e}`` the index of the expert. If the tensor
-contains several parameters, the source is the pair (name, (first row, end row)).
-"""
-
-
-@dataclass(frozen=True)
-class TensorPart:
+class TensorPart(NamedTuple):
     """The part of a parameter that one tensor contains.
 
     Attributes:
@@ -211,49 +159,59 @@ class TensorPart:
 
 
 def pieces_of(
-    sources: Mapping[str, Source], abstract: Params, *, layers: Mapping[str, tuple[int, ...]]
+    tensors: Mapping[str, str], abstract: Params, *, layers: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[TensorPart]]:
     """The pieces of every parameter, by the parameter's path (``blocks/mlp/up/kernel``).
 
-    `layers` maps each stack of blocks to its layer indices.
+    Args:
+      tensors: the tensor of each parameter, as in `Family.tensors`.
+      abstract: the parameters, or their shapes.
+      layers: the layer indices of each stack of blocks.
     """
-    found: dict[str, list[TensorPart]] = {}
+    order = {path: at for at, path in enumerate(tensors)}
+    pieces: dict[str, list[TensorPart]] = {}
+    row_of: dict[tuple[str, int], int] = {}
+    rows = []
     for path, leaf in named_leaves(abstract):
-        if path not in sources:
+        name = re.sub(r"^(dense|full)_blocks/", "blocks/", path)
+        if name not in tensors:
             raise ValueError(
                 f"this family has no tensor for {path}; disable the feature that needs it"
             )
-        source = sources[path]
-        name, rows = (source, ()) if isinstance(source, str) else source
+        pieces[path] = []
+        rows.append((order[name], path, leaf, tensors[name]))
+    for _, path, leaf, name in sorted(rows, key=lambda row: row[0]):
         is_of_experts = bool(re.search(r"/expert_\w+$", path))
         is_transposed = path.endswith("/kernel") or is_of_experts
-        is_whole = is_of_experts and "{e}" not in name  # the tensor holds all experts
+        holds_all_experts = is_of_experts and "{e}" not in name
         depth = ("{i}" in name) + is_of_experts
         shape = leaf.shape[depth:][::-1] if is_transposed else leaf.shape[depth:]
         numbers = layers.get(path.partition("/")[0], ())
-        found[path] = []
         for place in np.ndindex(*leaf.shape[:depth]):
             layer, expert = (*place, 0, 0)[:2]
             tensor = name.format(i=numbers[layer] if numbers else layer, e=expert)
-            part = (expert,) * is_whole + ((slice(*rows),) if rows else (slice(None),))
-            found[path].append(TensorPart(tensor, part, shape, place, is_transposed))
-    return found
+            first = row_of.get((tensor, expert), 0)
+            row_of[tensor, expert] = end = first + shape[0]
+            part = (expert,) * holds_all_experts + (slice(first, end),)
+            pieces[path].append(TensorPart(tensor, part, shape, place, is_transposed))
+    return pieces
 
 
 def tensor_shapes(pieces: Mapping[str, list[TensorPart]]) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor, derived from its pieces."""
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in (piece for parts in pieces.values() for piece in parts):
-        *lead, rows = piece.part
-        ends = [*(at + 1 for at in lead if isinstance(at, int))]
-        ends.append((rows.stop if isinstance(rows, slice) else 0) or piece.shape[0])
+        ends = [at.stop if isinstance(at, slice) else at + 1 for at in piece.part]
         known = shapes.get(piece.tensor, (0,) * len(ends))
         ends = [max(pair) for pair in zip(ends, known, strict=False)]
         shapes[piece.tensor] = (*ends, *piece.shape[1:])
     return shapes
 
 
-@dataclasses.dataclass(frozen=True)
+_PLAIN = ModelConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """Published models with the same directory layout.
 
@@ -261,13 +219,22 @@ class Family:
       name: short name in lower case.
       architectures: values of ``architectures`` in config.json; exports write the first.
       model_type: value of ``model_type`` in config.json.
-      read: maps the fields of a config.json to a `ModelConfig`, or raises ValueError.
-      write: maps a `ModelConfig` to the fields of a config.json; `read` is the inverse.
-      sources: maps a `ModelConfig` to a dict from the path of each parameter to its tensor.
+      fields: fields of config.json, each with its setting in ``[model]`` and the value that an
+        absent or null field means; without such a value, the field is required.
+      fixed: fields with the value that is implemented, which is written. Of a tuple, all values are
+        implemented and the first is written.
+      checked: as `fixed`, but not written.
+      written: fields without an effect that are written.
+      settings: settings in ``[model]`` that all models of the family have.
+      read_more: maps the fields, and the settings that are read so far, to further settings.
+      write_more: maps a model and its fields so far to all fields.
+      tensors: the tensor of each parameter, in which ``{i}`` is the index of the block and ``{e}``
+        that of the expert. Parameters with the same tensor are its rows, in this order. Blocks with
+        a plain MLP and full layers have the names of ``blocks``.
       max_length: name of the field with the maximum row length.
       mask_id: id of MASK if the model's files do not name it; None if there is no such id.
       trained_length: length of the training rows if it is below the maximum length in config.json;
-          otherwise 0.
+        otherwise 0.
       presets: settings of the family's decoding loops, keyed by name; the first is the default.
       idle: fields of config.json that have no effect.
       within: the field of config.json that contains the fields of the language model; '' if they
@@ -285,13 +252,18 @@ class Family:
     name: str
     architectures: tuple[str, ...]
     model_type: str
-    read: Callable[[FileFields], ModelConfig]
-    write: Callable[[ModelConfig], dict[str, Any]]
-    sources: Callable[[ModelConfig], dict[str, Source]]
+    fields: Mapping[str, tuple[Any, ...]]
+    tensors: Mapping[str, str]
+    presets: Mapping[str, Mapping[str, Any]]
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    checked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    read_more: Callable[[FileFields, dict[str, Any]], dict[str, Any]] = lambda *_: {}
+    write_more: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda _, fields: fields
     max_length: str = "max_position_embeddings"
     mask_id: int | None = None
     trained_length: int = 0
-    presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     idle: tuple[str, ...] = ()
     within: str = ""
     outside: tuple[str, ...] = ()
@@ -300,6 +272,32 @@ class Family:
     recommended: Callable[[Mapping[str, Any], ModelConfig], dict[str, Any]] = lambda *_: {}
     spoken: Callable[[SamplingParams, ModelConfig], dict[str, Any]] = lambda *_: {}
     other_names: tuple[tuple[str, str], ...] = ()
+
+    def read(self, fields: FileFields) -> ModelConfig:
+        """The model that the fields of a config.json describe; raises ValueError."""
+        fields.must(**{**self.fixed, **self.checked})
+        settings: dict[str, Any] = dict(self.settings)
+        for name, (setting, *default) in self.fields.items():
+            settings[setting] = fields.take(name, type(getattr(_PLAIN, setting)), *default)
+        settings |= self.read_more(fields, settings)
+        if settings.get("experts", 1) < 1:
+            reason = "leaves no experts; use a family without them"
+            raise fields.refuse("num_experts", settings["experts"], reason)
+        settings["kv_heads"] = settings["kv_heads"] or settings["heads"]
+        if settings.get("head_size", 0) * settings["heads"] == settings["width"]:
+            settings["head_size"] = 0
+        return ModelConfig(**settings)
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """The fields of a model's config.json; `read` is the inverse."""
+        values = {
+            **vars(model),
+            "kv_heads": model.kv_heads or model.heads,
+            "head_size": model.size_of_head,
+        }
+        fixed = {name: v[0] if isinstance(v, tuple) else v for name, v in self.fixed.items()}
+        fields = {name: values[setting] for name, (setting, *_) in self.fields.items()}
+        return self.write_more(model, {**self.written, **fixed, **fields})
 
     def said(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of config.json, merged with the fields in `within`."""
@@ -314,138 +312,3 @@ class Family:
             if re.match(pattern, tensor):
                 return re.sub(pattern, replacement, tensor) if replacement else ""
         return tensor
-
-
-# Tensor names that many families use, by path of the parameter in a block.
-QWEN = {
-    "attention_norm/scale": "input_layernorm.weight",
-    "mlp_norm/scale": "post_attention_layernorm.weight",
-    "attention/query/kernel": "self_attn.q_proj.weight",
-    "attention/key/kernel": "self_attn.k_proj.weight",
-    "attention/value/kernel": "self_attn.v_proj.weight",
-    "attention/out/kernel": "self_attn.o_proj.weight",
-    "attention/query/bias": "self_attn.q_proj.bias",
-    "attention/key/bias": "self_attn.k_proj.bias",
-    "attention/value/bias": "self_attn.v_proj.bias",
-    "attention/query_norm/scale": "self_attn.q_norm.weight",
-    "attention/key_norm/scale": "self_attn.k_norm.weight",
-}
-DENSE = {f"mlp/{part}/kernel": f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
-EXPERTS = {
-    "mlp/router/kernel": "mlp.gate.weight",
-    **{
-        f"mlp/expert_{part}": f"mlp.experts.{{e}}.{part}_proj.weight"
-        for part in ("gate", "up", "down")
-    },
-}
-
-
-def qwen_sources(model: ModelConfig, *, more: Mapping[str, str] | None = None) -> dict[str, Source]:
-    """Sources with the tensor names of Qwen, Llama and others (``model.layers.0.mlp...``)."""
-    mlp = EXPERTS if model.experts else DENSE
-    blocks = QWEN | dict(more or {})
-    return in_blocks(blocks | mlp, blocks | DENSE, "model.layers.{i}.") | {
-        "embedding": "model.embed_tokens.weight",
-        "norm/scale": "model.norm.weight",
-        "head/kernel": "lm_head.weight",
-    }
-
-
-def in_blocks(
-    blocks: Mapping[str, str], dense_blocks: Mapping[str, str], prefix: str
-) -> dict[str, Source]:
-    """Sources of the parameters in the blocks and in the dense blocks before them."""
-    found: dict[str, Source] = {f"blocks/{path}": prefix + name for path, name in blocks.items()}
-    return found | {f"dense_blocks/{path}": prefix + name for path, name in dense_blocks.items()}
-
-
-LLADA: dict[str, dict[str, Any]] = {
-    # generate.py of LLaDA (Nie et al. 2025), and its README.
-    "llada": {
-        "gen_length": 128, "steps": 128, "block_length": 32, "temperature": 0.0,
-        "order": "low_confidence", "schedule": "linear", "confidence": "sampled",
-        "ties": "lower",
-    },
-    # generate.py of Fast-dLLM (Wu et al. 2025), which commits all holes at or above the threshold.
-    "fast": {
-        "gen_length": 128, "steps": 128, "block_length": 32, "temperature": 0.0,
-        "order": "threshold", "threshold": 0.9, "confidence": "sampled", "ties": "lower",
-    },
-}  # fmt: skip
-
-DREAM: dict[str, dict[str, Any]] = {
-    # diffusion_generate of Dream (Ye et al. 2025), and its README.
-    "dream": {
-        "gen_length": 512, "steps": 512, "temperature": 0.2, "top_p": 0.95, "order": "entropy",
-        "schedule": "timesteps", "confidence_of": "filtered", "ties": "lower",
-    },
-    "greedy": {
-        "gen_length": 512, "steps": 512, "temperature": 0.0, "order": "entropy",
-        "schedule": "timesteps", "ties": "lower",
-    },
-}  # fmt: skip
-
-LLADA_MOE: dict[str, dict[str, Any]] = {"llada": LLADA["llada"]}
-
-SDAR: dict[str, dict[str, Any]] = {
-    # generate.py of SDAR (low_confidence_dynamic), greedy; 4 steps per block of 4.
-    "sdar": {
-        "gen_length": 128, "steps": 132, "temperature": 0.0, "order": "threshold",
-        "threshold": 0.85, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
-        "cache": "exact", "ties": "lower",
-    },
-    "static": {
-        "gen_length": 128, "steps": 132, "temperature": 0.0, "order": "low_confidence",
-        "confidence": "sampled", "stop_at_eos": True, "cache": "exact",
-        "ties": "lower",
-    },
-}  # fmt: skip
-
-LLADA2: dict[str, dict[str, Any]] = {
-    # generate of LLaDA2.0, with 32 steps per block of 32 tokens.
-    "llada2": {
-        "gen_length": 256, "steps": 288, "temperature": 0.0, "order": "threshold",
-        "threshold": 0.95, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
-        "cache": "exact", "ties": "lower",
-    },
-    # generate of LLaDA2.1: 32 steps per block, and up to 16 further steps that rewrite tokens.
-    "llada2.1": {
-        "gen_length": 256, "steps": 432, "temperature": 0.0, "order": "joint_threshold",
-        "threshold": 0.95, "threshold_above": True, "rewrite_threshold": 0.9, "rewrite_steps": 16,
-        "confidence": "sampled", "stop_at_eos": True, "cache": "exact",
-        "ties": "lower",
-    },
-}  # fmt: skip
-
-FAST_DLLM: dict[str, dict[str, Any]] = {
-    # generate of Fast-dLLM v2 (Wu et al. 2025) and its README: sub-blocks of 8 in blocks of 32.
-    # Each block starts with a token that the previous block predicts.
-    "fast_dllm": {
-        "gen_length": 512, "steps": 544, "block_length": 8, "temperature": 0.0,
-        "order": "threshold", "threshold": 0.9, "threshold_above": True, "threshold_alone": 32,
-        "confidence": "sampled", "stop_at_eos": True, "cache": "exact",
-        "ties": "lower",
-    },
-}  # fmt: skip
-
-DIFFUSION_GEMMA: dict[str, dict[str, Any]] = {
-    # generate of DiffusionGemma in transformers: 48 steps for a canvas of 256, and a temperature
-    # that falls from 0.8 towards 0.4 and would reach it one step after the last.
-    "diffusion_gemma": {
-        "gen_length": 256, "steps": 48, "temperature": 0.8, "temperature_end": 0.408333333,
-        "order": "entropy_renoise", "entropy_bound": 0.1, "renoise_stop": 0.005,
-        "stop_at_eos": True, "cache": "exact", "ties": "lower",
-    },
-    "greedy": {
-        "gen_length": 256, "steps": 48, "temperature": 0.0, "temperature_end": -1.0,
-        "order": "entropy_renoise", "entropy_bound": 0.1, "renoise_stop": 0.005,
-        "stop_at_eos": True, "cache": "exact", "ties": "lower",
-    },
-}  # fmt: skip
-
-CAUSAL: dict[str, dict[str, Any]] = {
-    "greedy": {
-        "gen_length": 128, "steps": 128, "temperature": 0.0, "order": "left_to_right",
-        "stop_at_eos": True, "block_length": 1, "cache": "exact", "ties": "lower",
-    },
-}  # fmt: skip

@@ -6,24 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlm_jax.config import ModelConfig, SamplingParams
-from dlm_jax.published import family
-from dlm_jax.published.family import DENSE, QWEN, Family, FileFields, Source
+from dlm_jax.published.family import Family, FileFields
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_EVERY = 6
-_THETAS = {_SLIDING: 1e4, _FULL: 1e6}
-_SHARE = 0.25
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # generate of DiffusionGemma in transformers: 48 steps for a canvas of 256, and a temperature
+    # that falls from 0.8 towards 0.4 and would reach it one step after the last.
+    "diffusion_gemma": {
+        "gen_length": 256, "steps": 48, "temperature": 0.8, "temperature_end": 0.408333333,
+        "order": "entropy_renoise", "entropy_bound": 0.1, "renoise_stop": 0.005,
+        "stop_at_eos": True, "cache": "exact", "ties": "lower",
+    },
+}  # fmt: skip
+PRESETS["greedy"] = PRESETS["diffusion_gemma"] | {"temperature": 0.0, "temperature_end": -1.0}
 
 
-def _read(fields: FileFields) -> ModelConfig:
-    fields.must(
-        hidden_activation="gelu_pytorch_tanh",
-        attention_bias=False,
-        tie_word_embeddings=True,
-        use_bidirectional_attention="vision",
-    )
-    depth, heads = fields.take("num_hidden_layers", int), fields.take("num_attention_heads", int)
-    default = [_FULL if (at + 1) % _EVERY == 0 else _SLIDING for at in range(depth)]
+def _read(fields: FileFields, settings: dict[str, Any]) -> dict[str, Any]:
+    depth = settings["depth"]
+    default = [_SLIDING if (at + 1) % 6 else _FULL for at in range(depth)]
     kinds = fields.take("layer_types", list, default)
     every = kinds.index(_FULL) + 1 if _FULL in kinds else 0
     if every < 2 or depth % every or kinds != [*[_SLIDING] * (every - 1), _FULL] * (depth // every):
@@ -32,109 +33,59 @@ def _read(fields: FileFields) -> ModelConfig:
             kinds,
             "is not implemented; use equal groups of sliding layers with one full layer",
         )
-    head_size, groups = fields.take("head_dim", int), fields.take("num_key_value_heads", int)
-    full_size, full_groups = _read_full(fields, kinds, groups)
+    size, groups = settings["full_head_size"], settings["full_kv_heads"] or settings["kv_heads"]
+    if said := fields.take("per_layer_config", dict, {}):
+        same = next(iter(said.values()))
+        names = {"head_dim", "num_key_value_heads"}
+        full = [str(at) for at, kind in enumerate(kinds) if kind == _FULL]
+        if said != dict.fromkeys(full, same) or not isinstance(same, dict) or set(same) - names:
+            raise fields.refuse(
+                "per_layer_config", said, "is not implemented; use only one for all full layers"
+            )
+        inner = FileFields(same, f"{fields.where}: per_layer_config")
+        size = inner.take("head_dim", int, size)
+        groups = inner.take("num_key_value_heads", int, groups)
     rope = fields.take("rope_parameters", dict, {})
-    turns = {kind: _read_rope(fields, rope, kind) for kind in (_SLIDING, _FULL)}
-    return ModelConfig(
-        depth=depth,
-        width=fields.take("hidden_size", int),
-        heads=heads,
-        kv_heads=groups,
-        head_size=head_size,
-        mlp_width=fields.take("intermediate_size", int),
-        activation="geglu",
-        norm_epsilon=fields.take("rms_norm_eps", float, 1e-6),
-        vocab_size=fields.take("vocab_size", int),
-        rope_theta=turns[_SLIDING][0],
-        full_rope_theta=turns[_FULL][0],
-        full_rotary_share=turns[_FULL][1],
-        attention_type="canvas",
-        block_length=fields.take("canvas_length", int, 256),
-        attention_window=fields.take("sliding_window", int, 512),
-        full_every=every,
-        full_head_size=full_size,
-        full_kv_heads=full_groups,
-        full_value_from_key=True,
-        attention_scale=1.0,
-        qk_norm=True,
-        value_norm=True,
-        post_norms=True,
-        layer_scales=True,
-        embedding_scaled=True,
-        tied_head=True,
-        logit_cap=fields.take("final_logit_softcapping", float, 30.0),
-        self_conditioning=True,
-        experts=fields.take("num_experts", int),
-        experts_per_token=fields.take("top_k_experts", int),
-        expert_width=fields.take("moe_intermediate_size", int),
-        experts_beside=True,
-        router_scales=True,
-        router_normalised=True,
-    )
-
-
-def _read_full(fields: FileFields, kinds: list[str], groups: int) -> tuple[int, int]:
-    """Returns (head size, number of key/value heads) of the full layers."""
-    size = fields.take("global_head_dim", int, 512)
-    found = {
-        "head_dim": size,
-        "num_key_value_heads": fields.take("num_global_key_value_heads", int, groups),
+    full_theta, full_share = _read_rope(fields, rope, _FULL, "proportional", 1e6, 0.25)
+    return {
+        "full_every": every,
+        "full_head_size": size,
+        "full_kv_heads": groups,
+        "rope_theta": _read_rope(fields, rope, _SLIDING, "default", 1e4, 1.0)[0],
+        "full_rope_theta": full_theta,
+        "full_rotary_share": full_share,
     }
-    said = fields.take("per_layer_config", dict, {})
-    full = {str(at) for at, kind in enumerate(kinds) if kind == _FULL}
-    if not said:
-        return found["head_dim"], found["num_key_value_heads"]
-    same = next(iter(said.values()))
-    if said != dict.fromkeys(full, same) or not isinstance(same, dict) or set(same) - set(found):
-        raise fields.refuse(
-            "per_layer_config", said, "is not implemented; use only one for all full layers"
-        )
-    inner = FileFields(same, f"{fields.where}: per_layer_config")
-    return inner.take("head_dim", int, size), inner.take("num_key_value_heads", int, groups)
 
 
-def _read_rope(fields: FileFields, said: dict[str, Any], kind: str) -> tuple[float, float]:
-    """Returns (RoPE base, rotated fraction) for the layers of one kind."""
-    is_full, given = kind == _FULL, said.get(kind)
+def _read_rope(
+    fields: FileFields, rope: dict[str, Any], kind: str, type_: str, theta: float, share: float
+) -> tuple[float, float]:
+    """Returns (RoPE base, rotated fraction) for the layers of one kind, with their defaults."""
+    given = rope.get(kind)
     if given is None:
-        return _THETAS[kind], _SHARE if is_full else 1.0
+        return theta, share
     if not isinstance(given, dict):
         raise fields.refuse(f"rope_parameters.{kind}", given, "is not an object")
     where, within = f"{fields.where}: rope_parameters of {kind}", f"rope_parameters.{kind}."
     inner = FileFields(given, where, within)
-    inner.must(rope_type="proportional" if is_full else "default", factor=1.0)
-    if not is_full:
+    inner.must(rope_type=type_, factor=1.0)
+    if kind == _SLIDING:
         inner.must(partial_rotary_factor=(1, 1.0))
-    theta = inner.take("rope_theta", float, _THETAS[kind])
+    theta = inner.take("rope_theta", float, theta)
     share = inner.take("partial_rotary_factor", float, 1.0)
     inner.finish()
     return theta, share
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     if not model.full_every:
         raise ValueError("this family requires groups of sliding and full layers")
-    return {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "canvas_length": model.block_length,
-        "final_logit_softcapping": model.logit_cap,
+    return fields | {
         "global_head_dim": model.full_head_size or model.size_of_head,
-        "head_dim": model.size_of_head,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": model.width,
-        "intermediate_size": model.mlp_width,
         "layer_types": [
             _FULL if at in model.layers["full_blocks"] else _SLIDING for at in range(model.depth)
         ],
-        "moe_intermediate_size": model.expert_width,
-        "num_attention_heads": model.heads,
-        "num_experts": model.experts,
         "num_global_key_value_heads": model.full_kv_heads or model.kv_heads or model.heads,
-        "num_hidden_layers": model.depth,
-        "num_key_value_heads": model.kv_heads or model.heads,
-        "rms_norm_eps": model.norm_epsilon,
         "rope_parameters": {
             _SLIDING: {"rope_type": "default", "rope_theta": model.rope_theta},
             _FULL: {
@@ -143,48 +94,43 @@ def _write(model: ModelConfig) -> dict[str, Any]:
                 "partial_rotary_factor": model.full_rotary_share,
             },
         },
-        "sliding_window": model.attention_window,
-        "tie_word_embeddings": model.tied_head,
-        "top_k_experts": model.experts_per_token,
-        "vocab_size": model.vocab_size,
     }
 
 
-def _sources(model: ModelConfig) -> dict[str, Source]:
-    inner = model.expert_width
-    own: dict[str, Source] = {
-        "attention_out_norm/scale": "post_attention_layernorm.weight",
-        "mlp_norm/scale": "pre_feedforward_layernorm.weight",
-        "mlp_out_norm/scale": "post_feedforward_layernorm.weight",
-        "dense_out_norm/scale": "post_feedforward_layernorm_1.weight",
-        "experts_norm/scale": "pre_feedforward_layernorm_2.weight",
-        "experts_out_norm/scale": "post_feedforward_layernorm_2.weight",
-        "experts/router/kernel": "router.proj.weight",
-        "experts/router_scale": "router.scale",
-        "experts/output_scale": "router.per_expert_scale",
-        "experts/expert_gate": ("experts.gate_up_proj", (0, inner)),
-        "experts/expert_up": ("experts.gate_up_proj", (inner, 2 * inner)),
-        "experts/expert_down": "experts.down_proj",
-        "canvas_scale": "layer_scalar",
-    }
-    blocks: dict[str, Source] = QWEN | DENSE | own
-    found: dict[str, Source] = {
-        "embedding": "model.decoder.embed_tokens.weight",
-        "norm/scale": "model.decoder.norm.weight",
-        "self_conditioning/norm/scale": "model.decoder.self_conditioning.pre_norm.weight",
-        "head/kernel": "lm_head.weight",
-    }
-    for part in ("gate", "up", "down"):
-        name = f"model.decoder.self_conditioning.{part}_proj.weight"
-        found[f"self_conditioning/mlp/{part}/kernel"] = name
-    for stack in ("blocks", "full_blocks"):
-        for path, source in blocks.items():
-            name, *rows = (source,) if isinstance(source, str) else source
-            name = f"model.decoder.layers.{{i}}.{name}"
-            found[f"{stack}/{path}"] = (name, rows[0]) if rows else name
-        found[f"{stack}/text_scale"] = "model.encoder.language_model.layers.{i}.layer_scalar"
-    return found
-
+_LAYER = "model.decoder.layers.{i}."
+_TENSORS = {
+    "embedding": "model.decoder.embed_tokens.weight",
+    "norm/scale": "model.decoder.norm.weight",
+    "self_conditioning/norm/scale": "model.decoder.self_conditioning.pre_norm.weight",
+    "self_conditioning/mlp/gate/kernel": "model.decoder.self_conditioning.gate_proj.weight",
+    "self_conditioning/mlp/up/kernel": "model.decoder.self_conditioning.up_proj.weight",
+    "self_conditioning/mlp/down/kernel": "model.decoder.self_conditioning.down_proj.weight",
+    "head/kernel": "lm_head.weight",
+    "blocks/attention_norm/scale": f"{_LAYER}input_layernorm.weight",
+    "blocks/attention_out_norm/scale": f"{_LAYER}post_attention_layernorm.weight",
+    "blocks/attention/query/kernel": f"{_LAYER}self_attn.q_proj.weight",
+    "blocks/attention/key/kernel": f"{_LAYER}self_attn.k_proj.weight",
+    "blocks/attention/value/kernel": f"{_LAYER}self_attn.v_proj.weight",
+    "blocks/attention/out/kernel": f"{_LAYER}self_attn.o_proj.weight",
+    "blocks/attention/query_norm/scale": f"{_LAYER}self_attn.q_norm.weight",
+    "blocks/attention/key_norm/scale": f"{_LAYER}self_attn.k_norm.weight",
+    "blocks/mlp_norm/scale": f"{_LAYER}pre_feedforward_layernorm.weight",
+    "blocks/mlp/gate/kernel": f"{_LAYER}mlp.gate_proj.weight",
+    "blocks/mlp/up/kernel": f"{_LAYER}mlp.up_proj.weight",
+    "blocks/mlp/down/kernel": f"{_LAYER}mlp.down_proj.weight",
+    "blocks/mlp_out_norm/scale": f"{_LAYER}post_feedforward_layernorm.weight",
+    "blocks/dense_out_norm/scale": f"{_LAYER}post_feedforward_layernorm_1.weight",
+    "blocks/experts_norm/scale": f"{_LAYER}pre_feedforward_layernorm_2.weight",
+    "blocks/experts_out_norm/scale": f"{_LAYER}post_feedforward_layernorm_2.weight",
+    "blocks/experts/router/kernel": f"{_LAYER}router.proj.weight",
+    "blocks/experts/router_scale": f"{_LAYER}router.scale",
+    "blocks/experts/output_scale": f"{_LAYER}router.per_expert_scale",
+    "blocks/experts/expert_gate": f"{_LAYER}experts.gate_up_proj",
+    "blocks/experts/expert_up": f"{_LAYER}experts.gate_up_proj",
+    "blocks/experts/expert_down": f"{_LAYER}experts.down_proj",
+    "blocks/canvas_scale": f"{_LAYER}layer_scalar",
+    "blocks/text_scale": "model.encoder.language_model.layers.{i}.layer_scalar",
+}
 
 # Fields of generation_config.json, with the equivalent settings of this library.
 _OF_LOOP = {"confidence_threshold": "renoise_stop", "entropy_bound": "entropy_bound"}
@@ -216,7 +162,7 @@ def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
             f"stability_threshold={said['stability_threshold']!r} is not implemented; use 1"
         )
     found = {name: said[field] for field, name in _OF_LOOP.items() if said.get(field) is not None}
-    first = family.DIFFUSION_GEMMA["diffusion_gemma"]
+    first = PRESETS["diffusion_gemma"]
     steps, length = said.get("max_denoising_steps"), said.get("max_new_tokens")
     if steps is not None or length is not None:
         steps = first["steps"] if steps is None else steps
@@ -252,13 +198,54 @@ def _spoken(sample: SamplingParams, model: ModelConfig) -> dict[str, Any]:
     }
 
 
-DIFFUSION_GEMMA = Family(
+_GEMMA = Family(
     name="diffusion_gemma",
     architectures=("DiffusionGemmaForBlockDiffusion",),
     model_type="diffusion_gemma",
-    read=_read,
-    write=_write,
-    sources=_sources,
+    fields={
+        "num_hidden_layers": ("depth",),
+        "hidden_size": ("width",),
+        "num_attention_heads": ("heads",),
+        "num_key_value_heads": ("kv_heads",),
+        "head_dim": ("head_size",),
+        "intermediate_size": ("mlp_width",),
+        "rms_norm_eps": ("norm_epsilon", 1e-6),
+        "vocab_size": ("vocab_size",),
+        "canvas_length": ("block_length", 256),
+        "sliding_window": ("attention_window", 512),
+        "global_head_dim": ("full_head_size", 512),
+        "num_global_key_value_heads": ("full_kv_heads", 0),
+        "final_logit_softcapping": ("logit_cap", 30.0),
+        "num_experts": ("experts",),
+        "top_k_experts": ("experts_per_token",),
+        "moe_intermediate_size": ("expert_width",),
+    },
+    fixed={
+        "attention_bias": False,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
+    checked={"use_bidirectional_attention": "vision"},
+    written={"attention_dropout": 0.0},
+    settings={
+        "activation": "geglu",
+        "attention_type": "canvas",
+        "full_value_from_key": True,
+        "attention_scale": 1.0,
+        "qk_norm": True,
+        "value_norm": True,
+        "post_norms": True,
+        "layer_scales": True,
+        "embedding_scaled": True,
+        "tied_head": True,
+        "self_conditioning": True,
+        "experts_beside": True,
+        "router_scales": True,
+        "router_normalised": True,
+    },
+    read_more=_read,
+    write_more=_write,
+    tensors=_TENSORS,
     mask_id=4,  # the tokenizer's <mask>, which the model itself does not use
     idle=(
         "boi_token_id",
@@ -270,7 +257,7 @@ DIFFUSION_GEMMA = Family(
     within="text_config",
     generates_from_mask=False,
     process="uniform",
-    presets=family.DIFFUSION_GEMMA,
+    presets=PRESETS,
     recommended=_recommended,
     spoken=_spoken,
     outside=("canvas_length", "tie_word_embeddings"),
@@ -282,3 +269,5 @@ DIFFUSION_GEMMA = Family(
         (r"model\.encoder\.language_model\.", "model.decoder."),
     ),
 )
+
+FAMILIES = (_GEMMA,)

@@ -19,7 +19,7 @@ import numpy as np
 
 from dlm_jax.config import rope
 from dlm_jax.data.tokenizers import qwen_split
-from dlm_jax.published.family import FileFields, Source, in_blocks
+from dlm_jax.published.family import FileFields
 from dlm_jax.published.tensors import TensorLocation
 from dlm_jax.settings import SettingError
 from dlm_jax.store.files import said
@@ -66,26 +66,26 @@ _LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
 # Types of tokens in tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _ADDED, _UNUSED = 2, 3, 4, 5
 
-_BLOCKS = {
-    "attention_norm/scale": "attn_norm.weight",
-    "mlp_norm/scale": "ffn_norm.weight",
-    "attention/out/kernel": "attn_output.weight",
-    **{
-        f"attention/{long}/{kind}": f"attn_{short}.{name}"
-        for long, short in (("query", "q"), ("key", "k"), ("value", "v"))
-        for kind, name in (("kernel", "weight"), ("bias", "bias"))
-    },
-    "attention/query_norm/scale": "attn_q_norm.weight",
-    "attention/key_norm/scale": "attn_k_norm.weight",
-    **{f"mlp/{part}/kernel": f"ffn_{part}.weight" for part in ("gate", "up", "down")},
-}
-
-SOURCES: dict[str, Source] = in_blocks(_BLOCKS, {}, "blk.{i}.") | {
+TENSORS = {
     "embedding": "token_embd.weight",
     "norm/scale": "output_norm.weight",
     "head/kernel": "output.weight",
+    "blocks/attention_norm/scale": "blk.{i}.attn_norm.weight",
+    "blocks/attention/query/kernel": "blk.{i}.attn_q.weight",
+    "blocks/attention/key/kernel": "blk.{i}.attn_k.weight",
+    "blocks/attention/value/kernel": "blk.{i}.attn_v.weight",
+    "blocks/attention/query/bias": "blk.{i}.attn_q.bias",
+    "blocks/attention/key/bias": "blk.{i}.attn_k.bias",
+    "blocks/attention/value/bias": "blk.{i}.attn_v.bias",
+    "blocks/attention/query_norm/scale": "blk.{i}.attn_q_norm.weight",
+    "blocks/attention/key_norm/scale": "blk.{i}.attn_k_norm.weight",
+    "blocks/attention/out/kernel": "blk.{i}.attn_output.weight",
+    "blocks/mlp_norm/scale": "blk.{i}.ffn_norm.weight",
+    "blocks/mlp/gate/kernel": "blk.{i}.ffn_gate.weight",
+    "blocks/mlp/up/kernel": "blk.{i}.ffn_up.weight",
+    "blocks/mlp/down/kernel": "blk.{i}.ffn_down.weight",
 }
-"""The tensor of each parameter."""
+"""The tensor of each parameter, as in `Family.tensors`."""
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -192,13 +192,13 @@ class GgufFile:
         self._halves = {"attn_q": heads, "attn_k": groups} if is_alternating else {}
         longest, theta = own.take("context_length", int), own.take("rope.freq_base", float, 1e4)
         scaling = _scaling(own) or self._llama3(size, theta)
-        is_tied = SOURCES["head/kernel"] not in self.entries
+        is_tied = TENSORS["head/kernel"] not in self.entries
         depth, inner = own.take("block_count", int), own.take("feed_forward_length", int)
         epsilon = own.take("attention.layer_norm_rms_epsilon", float)
         # llama.cpp stores these numbers in float32.
         epsilon, theta = (float(f"{value:.7g}") for value in (epsilon, theta))
         self._own = own
-        if SOURCES["embedding"] not in self.entries:
+        if TENSORS["embedding"] not in self.entries:
             raise ValueError(f"{self.path} lacks the tensor 'token_embd.weight'; download it again")
         vocab_size = self.entries["token_embd.weight"].shape[0]
         is_shifted = fields.take("diffusion.shift_logits", bool, name == "dream")

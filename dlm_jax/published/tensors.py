@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import itertools
 import json
 import math
 import os
@@ -21,10 +22,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from safetensors import SafetensorError, safe_open
 
 from dlm_jax.distributed.partitions import map_named, named_leaves
-from dlm_jax.published.family import TensorPart, read_json, tensor_shapes, without_twins
+from dlm_jax.published.family import TensorPart, read_json, tensor_shapes
+from dlm_jax.settings import brief
 from dlm_jax.types import Params
 
 INDEX = "model.safetensors.index.json"
@@ -38,9 +41,6 @@ DTYPES: dict[str, np.dtype] = {
 """Dtypes of stored weights, by their names in files."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-_LONGEST_HEADER = 100_000_000
-_MOST_AXES = 8
 
 
 class TensorLocation(NamedTuple):
@@ -117,61 +117,29 @@ def _files(directory: Path) -> dict[Path, list[str]]:
 
 
 def _header(file: Path) -> dict[str, TensorLocation]:
-    """The locations of the tensors in a file."""
+    """The locations of the tensors in a file; safetensors checks that they cover it."""
+    if not file.exists():
+        raise ValueError(f"{file} does not exist; download the whole directory")
+    entries = {}
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-                raise ValueError("its header is longer than the file")
-            raw = json.loads(stream.read(length), object_pairs_hook=without_twins)
-            if not isinstance(raw, dict):
-                raise ValueError("its header is not an object")
-    except FileNotFoundError:
-        raise ValueError(f"{file} does not exist; download the whole directory") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not a safetensors file ({error}); download it again") from None
-    raw.pop("__metadata__", None)
-    begin, end = 8 + length, 8 + length
-    found, places = {}, []
-    for name, said in raw.items():
-        found[name], last = _entry(file, name, said, begin)
-        places.append((found[name].start, last, name))
-    for first, last, name in sorted(places):
-        if first != end:
-            raise ValueError(
-                f"{file}: the tensor {name!r} begins at byte {first:,}, but the previous one ends "
-                f"at {end:,}; download it again"
-            )
-        end = last
-    if end != size:
-        what = "truncated" if size < end else "too long"
-        raise ValueError(f"{file} is {what}: {size:,} bytes of {end:,}; download it again")
-    return found
-
-
-def _entry(file: Path, name: str, said: Any, begin: int) -> tuple[TensorLocation, int]:
-    """The location of a tensor, and the position after its last byte."""
-    try:
-        first, last = said["data_offsets"]
-        shape, kind = tuple(said["shape"]), said["dtype"]
-        numbers = (first, last, *shape)
-        if len(shape) > _MOST_AXES or any(type(n) is not int or n < 0 for n in numbers):
-            raise TypeError
-    except (KeyError, TypeError, ValueError):
+        with file.open("rb") as raw, safe_open(file, "np") as stream:
+            start = 8 + int.from_bytes(raw.read(8), "little")
+            for name in stream.offset_keys():
+                tensor = stream.get_slice(name)
+                kind, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+                if kind not in DTYPES:
+                    raise ValueError(
+                        f"{file}: the tensor {name!r} has dtype {kind}; only {', '.join(DTYPES)} "
+                        "are read"
+                    )
+                entries[name] = TensorLocation(file, DTYPES[kind], start, shape)
+                start += math.prod(shape) * DTYPES[kind].itemsize
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"{file}: its header does not describe {name!r}; download it again"
+            f"{file} is truncated or not a safetensors file ({reason}); download it again"
         ) from None
-    if not isinstance(kind, str) or kind not in DTYPES:
-        raise ValueError(
-            f"{file}: the tensor {name!r} has dtype {str(kind)[:60]}; only {', '.join(DTYPES)} are "
-            "read"
-        )
-    if last - first != math.prod(shape) * DTYPES[kind].itemsize:
-        raise ValueError(
-            f"{file}: the size of the tensor {name!r} does not match its shape {shape}"
-        )
-    return TensorLocation(file, DTYPES[kind], begin + first, shape), begin + last
+    return entries
 
 
 # Memory alignment that XLA requires to use a NumPy array on the CPU without a copy.
@@ -214,10 +182,10 @@ def check_tensors(
         more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
         raise ValueError(f"{where} holds the tensor {surplus[0]!r}{more}, which {config} excludes")
     for name, shape in wanted.items():
-        if shards.entries[name].shape != shape:
+        if (stored := shards.entries[name].shape) != shape:
             raise ValueError(
-                f"{where}: the tensor {name!r} has shape {shards.entries[name].shape}, but "
-                f"{config} requires {shape}"
+                f"{where}: the tensor {name!r} has shape {brief(stored)}, but {config} requires "
+                f"{shape}"
             )
     for name, other in redundant.items():
         if name in shards.entries and not _are_equal(shards.read(name), shards.read(other)):
@@ -320,8 +288,10 @@ def _stacked(
     dtype: np.dtype,
     sharding: Sharding | None,
 ) -> jax.Array:
-    depth = len(parts[0].place)
-    inner = None if sharding is None else _without_axes(sharding, depth, len(shape))
+    depth, inner = len(parts[0].place), sharding
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*sharding.spec[depth:])
+        inner = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     stack = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
     for piece in parts:
         part = _put(shards, piece, shape[depth:], dtype, inner)
@@ -361,16 +331,6 @@ def _put(
     return made.block_until_ready()
 
 
-def _without_axes(sharding: Sharding, count: int, ndim: int) -> Sharding:
-    """The sharding of an array without its first `count` axes."""
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding
-    spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))
-    return jax.sharding.NamedSharding(
-        sharding.mesh, jax.sharding.PartitionSpec(*spec[count:]), memory_kind=sharding.memory_kind
-    )
-
-
 def write_weights(
     directory: Path, params: Params, pieces: Mapping[str, list[TensorPart]], max_bytes: int
 ) -> None:
@@ -378,60 +338,43 @@ def write_weights(
     values = dict(named_leaves(params))
     shapes = tensor_shapes(pieces)
     parts: dict[str, list[tuple[TensorPart, Any]]] = {name: [] for name in shapes}
-    for path, own in pieces.items():
+    for path, of_path in pieces.items():
         if values[path].dtype not in _NAMES:
             raise ValueError(
                 f"parameter {path} is {values[path].dtype}; only {', '.join(DTYPES)} are written"
             )
-        for piece in own:
+        for piece in of_path:
             parts[piece.tensor].append((piece, values[path]))
-    sizes = {
-        name: math.prod(shape) * parts[name][0][1].dtype.itemsize for name, shape in shapes.items()
-    }
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    dtypes = {name: np.dtype(own[0][1].dtype) for name, own in parts.items()}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
+    files: list[list[str]] = [[]]
     room = max_bytes
-    for name, shape in shapes.items():
-        if sizes[name] > room and shards[-1]:
-            shards.append({})
+    for name, size in sizes.items():
+        if size > room and files[-1]:
+            files.append([])
             room = max_bytes
-        shards[-1][name] = shape
-        room -= sizes[name]
-    if len(shards) == 1:
-        _write_file(directory / SINGLE, shapes, parts)
-        return
+        files[-1].append(name)
+        room -= size
     where = {}
-    for number, own in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(directory / file, own, parts)
-        where |= dict.fromkeys(own, file)
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _write_file(
-    file: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    parts: Mapping[str, list[tuple[TensorPart, Any]]],
-) -> None:
-    """Writes a safetensors file, one tensor at a time."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        dtype = np.dtype(parts[name][0][1].dtype)
-        size = math.prod(shape) * dtype.itemsize
-        header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [end, end + size],
-        }
-        end += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
-            whole = np.empty(shape, parts[name][0][1].dtype)
-            for piece, value in parts[name]:
-                value = np.asarray(value[piece.place] if piece.place else value)
-                whole[piece.part] = value.T if piece.is_transposed else value
-            stream.write(whole.tobytes())
+    for number, names in enumerate(files, start=1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
+        where |= dict.fromkeys(names, file)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        ends = [0, *itertools.accumulate(sizes[name] for name in names)]
+        for name, span in zip(names, itertools.pairwise(ends), strict=True):
+            kind = _NAMES[dtypes[name]]
+            header[name] = {"dtype": kind, "shape": shapes[name], "data_offsets": span}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (directory / file).open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                # One tensor at a time, so that the host's memory holds no whole file.
+                whole = np.empty(shapes[name], dtypes[name])
+                for piece, value in parts[name]:
+                    value = np.asarray(value[piece.place] if piece.place else value)
+                    whole[piece.part] = value.T if piece.is_transposed else value
+                stream.write(whole.tobytes())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

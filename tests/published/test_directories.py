@@ -45,12 +45,6 @@ def _theirs(directory, kind="Llama", **changes):
     return made
 
 
-def _edit(directory, **changes):
-    file = directory / "config.json"
-    said = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({name: value for name, value in said.items() if value is not ...}))
-
-
 def _near_theirs(model, theirs, length=60):
     """Compares the predictions of all tokens but the first with those of transformers."""
     import torch
@@ -87,7 +81,7 @@ def test_scaled_rotations_are_those_of_transformers(what, spelling, tmp_path):
     theirs = _theirs(tmp_path / "m", "Qwen2" if kind == "yarn" else "Llama",
                      rope_parameters={"rope_type": kind, "rope_theta": 100.0} | said)  # fmt: skip
     if spelling == "rope_scaling":
-        _edit(tmp_path / "m", rope_parameters=..., rope_theta=100.0,
+        cases.edit(tmp_path / "m" / "config.json", rope_parameters=..., rope_theta=100.0,
               rope_scaling={"type": kind} | said)  # fmt: skip
     model = dlm_jax.load(tmp_path / "m")
     assert model.config.model.rope_scaling.startswith(f"{kind}:factor=4.0")
@@ -124,7 +118,7 @@ OF_OTHERS = {
 
 def test_fields_that_name_no_computation_are_ignored_and_told_in_one_line(tmp_path):
     directory = cases.write(tmp_path / "m", "qwen2")
-    _edit(directory, **OF_OTHERS)
+    cases.edit(directory / "config.json", **OF_OTHERS)
     told = []
     dlm_jax.load(directory, report=told.append)
     (line,) = (line for line in told if "config.json" in line and "ignored" in line)
@@ -144,7 +138,7 @@ OF_NUMBERS = {
 @pytest.mark.parametrize("name", OF_NUMBERS)
 def test_a_field_that_may_change_numbers_is_refused_by_name_and_can_be_ignored(name, tmp_path):
     directory = cases.write(tmp_path / "m", "qwen2")
-    _edit(directory, **{name: OF_NUMBERS[name]})
+    cases.edit(directory / "config.json", **{name: OF_NUMBERS[name]})
     if name != "attention_bias":
         with pytest.raises(ValueError, match=f"config.json: {name}="):
             read_shape(directory)
@@ -169,7 +163,7 @@ def test_a_byte_order_mark_before_a_file_changes_nothing(tmp_path):
 
 def test_an_id_of_minus_one_is_no_token(tmp_path):
     directory = cases.write(tmp_path / "m", "qwen2")
-    _edit(directory, pad_token_id=-1, bos_token_id=-1)
+    cases.edit(directory / "config.json", pad_token_id=-1, bos_token_id=-1)
     tokenizer = read_shape(directory)[1]
     assert (tokenizer.pad_id, tokenizer.bos_id) == (tokenizer.eos_id, None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -224,9 +225,7 @@ def test_loading_exporting_and_loading_is_the_identity(both, tmp_path):
 
 def test_tensors_under_the_names_of_the_encoder_are_read_too(both, tmp_path):
     _, directory, model = both
-    for file in directory.iterdir():
-        if file.suffix == ".json":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     made = safetensors.numpy.load_file(directory / "model.safetensors")
     other = {
         name.replace("model.decoder.", "model.encoder.language_model.")
@@ -274,8 +273,7 @@ def sharp(both, tmp_path_factory):
     """The reference and the model, of likely tokens; that of EOS is not."""
     reference, directory, _ = both
     folder = tmp_path_factory.mktemp("sharp")
-    for file in directory.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(directory, folder, dirs_exist_ok=True)
     made = safetensors.numpy.load_file(directory / "model.safetensors")
     made = {name: x * 2.5 if "embed_tokens" in name else x for name, x in made.items()}
     safetensors.numpy.save_file(made, folder / "model.safetensors", {"format": "pt"})
@@ -364,8 +362,7 @@ def test_the_directory_recommends_the_loop_and_its_file_changes_it(both, tmp_pat
     fits = {k: v for k, v in first.items() if k not in ("gen_length", "steps")}
     assert {k: getattr(model.sample, k) for k in fits} == fits
     assert model.process.name == "uniform"
-    for file in both[1].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(both[1], tmp_path, dirs_exist_ok=True)
     config = {
         "max_denoising_steps": 6, "max_new_tokens": 2 * CANVAS, "t_min": 0.2, "t_max": 0.8,
         "confidence_threshold": 0.3, "stability_threshold": 1, "eos_token_id": [cases.EOS],
@@ -422,8 +419,7 @@ def test_self_conditioning_without_its_part_of_the_network_is_refused(both, tmp_
         dataclasses.replace(network, behind=None, canvas_length=0)
     with pytest.raises(ValueError, match="Network.canvas_length=0 is not supported with"):
         dataclasses.replace(network, canvas_length=0)
-    for file in both[1].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(both[1], tmp_path, dirs_exist_ok=True)
     made = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     made = {name: value for name, value in made.items() if "self_conditioning" not in name}
     safetensors.numpy.save_file(made, tmp_path / "model.safetensors")
@@ -475,8 +471,7 @@ def test_the_published_shape_has_26_billion_parameters_of_which_4_are_active():
     ],
 )
 def test_damaged_fields_of_the_loop_are_refused_by_name(both, tmp_path, said, line):
-    for file in both[1].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(both[1], tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     with pytest.raises(ValueError, match=line) as refused:
         dlm_jax.load(tmp_path)

@@ -294,25 +294,33 @@ TEXTS = (
 )  # fmt: skip
 
 
-def _with_pre(path, pre, vocab, merges):
-    """A file whose tokenizer has the vocabulary of a BPE and the split `pre`."""
+def _with_tokens(path, tokens, add):
+    """The tokenizer of a file with these tokens and the metadata that `add` writes."""
 
     def change(writer):
         for kept in writer.kv_data:
-            for name in list(kept):
-                if name.startswith("tokenizer.ggml."):
-                    kept.pop(name)
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
-        writer.add_token_list(sorted(vocab, key=vocab.get))
-        writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
-        writer.add_eos_token_id(1)
+            for name in [name for name in kept if name.startswith("tokenizer.ggml.")]:
+                kept.pop(name)
+        writer.add_token_list(tokens)
+        add(writer)
 
     tensors = _tensors("llama")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = np.zeros((len(vocab), WIDTH), np.float32)
+        tensors[name] = np.zeros((len(tokens), WIDTH), np.float32)
     _write(path, "llama", tensors, change=change)
     return read_shape(path)[1]
+
+
+def _with_pre(path, pre, vocab, merges):
+    """The tokenizer with the vocabulary of a BPE and the split `pre`."""
+
+    def add(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
+        writer.add_eos_token_id(1)
+
+    return _with_tokens(path, sorted(vocab, key=vocab.get), add)
 
 
 def _by_regex(pre, text):
@@ -366,23 +374,14 @@ def test_a_sentencepiece_merges_the_best_score_first(tmp_path):
     scores = [0.0] * 259 + [-9.0, -10.0, -11.0, -12.0, -3.0, -1.0, -2.0, -2.5, -4.0]
     kinds = [2, 3, 3] + [6] * 256 + [1] * 9
 
-    def change(writer):
-        for kept in writer.kv_data:
-            for name in list(kept):
-                if name.startswith("tokenizer.ggml."):
-                    kept.pop(name)
+    def add(writer):
         writer.add_tokenizer_model("llama")
-        writer.add_token_list(tokens)
         writer.add_token_scores(scores)
         writer.add_token_types(kinds)
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
 
-    tensors = _tensors("llama")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = np.zeros((len(tokens), WIDTH), np.float32)
-    _write(tmp_path / "model.gguf", "llama", tensors, change=change)
-    found = read_shape(tmp_path / "model.gguf")[1]
+    found = _with_tokens(tmp_path / "model.gguf", tokens, add)
 
     def by_hand(text):
         parts = list("\u2581" + text.replace(" ", "\u2581"))

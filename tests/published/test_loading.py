@@ -20,9 +20,9 @@ from dlm_jax import devices
 from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.request import settings_of_call
-from dlm_jax.published import family
-from dlm_jax.published.directory import _recommended, read_settings, settings_fields
+from dlm_jax.published import llada, qwen
 from dlm_jax.published.families import family_for
+from dlm_jax.published.generation import read_settings, recommended, settings_fields
 from dlm_jax.published.tensors import Shards
 
 FAMILIES = list(cases.CONFIGS)
@@ -126,9 +126,7 @@ def test_experts_that_are_read_onto_several_devices_say_what_they_say_on_one(nam
 
 def test_a_llada_directory_that_does_not_say_so_has_a_tied_head(tmp_path):
     path = cases.write(tmp_path / "model", "llada", num_shards=1)
-    config = json.loads((path / "config.json").read_text())
-    del config["weight_tying"]
-    (path / "config.json").write_text(json.dumps(config))
+    cases.edit(path / "config.json", weight_tying=...)
     tensors = safetensors.numpy.load_file(path / "model.safetensors")
     kept = {
         name: x for name, x in tensors.items() if not name.endswith("transformer.ff_out.weight")
@@ -141,7 +139,7 @@ def test_a_llada_directory_that_does_not_say_so_has_a_tied_head(tmp_path):
 @pytest.mark.parametrize("name", ["sdar", "llada2", "llada2.1", "fast_dllm"])
 def test_programs_that_commit_above_their_threshold_have_presets_that_do(name):
     """``confidence > threshold`` in generate.py of SDAR, LLaDA2.x and Fast-dLLM v2."""
-    presets = family.SDAR | family.LLADA2 | family.FAST_DLLM
+    presets = qwen.SDAR | llada.LLADA2 | qwen.FAST_DLLM
     assert presets[name]["threshold_above"] is True
 
 
@@ -187,11 +185,6 @@ def test_tensors_of_several_dtypes_lose_nothing(tmp_path):
         dlm_jax.load(directory)
 
 
-def _edit_json(file, **changes):
-    said = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in said.items() if value is not ...}))
-
-
 def _without(directory, tensor):
     made = cases.tensors("dream", cases.CONFIGS["dream"])
     del made[tensor]
@@ -214,21 +207,21 @@ BAD = {
     "a tensor is missing": (lambda d: _without(d, UP), [f"lacks the tensor '{UP}'"]),
     "a tensor is surplus": (lambda d: _with(d, "model.extra.weight", (2,)), ["model.extra.weight"]),
     "a shape is wrong": (lambda d: _with(d, UP, (3, 4)), [UP, "(3, 4)", "(40, 24)"]),
-    "a field is unknown": (lambda d: _edit_json(d / CONFIG, gated_attention=True),
+    "a field is unknown": (lambda d: cases.edit(d / CONFIG, gated_attention=True),
                            ["config.json: gated_attention=True"]),
-    "a field is not implemented": (lambda d: _edit_json(d / CONFIG, rope_scaling={"type": "su"}),
+    "a field is not implemented": (lambda d: cases.edit(d / CONFIG, rope_scaling={"type": "su"}),
                                    ["config.json: rope_scaling="]),
-    "a field is missing": (lambda d: _edit_json(d / CONFIG, hidden_size=...),
+    "a field is missing": (lambda d: cases.edit(d / CONFIG, hidden_size=...),
                            ["config.json", "'hidden_size'"]),
-    "a field has another type": (lambda d: _edit_json(d / CONFIG, hidden_size="wide"),
+    "a field has another type": (lambda d: cases.edit(d / CONFIG, hidden_size="wide"),
                                  ["config.json: hidden_size='wide'"]),
-    "an architecture is unknown": (lambda d: _edit_json(d / CONFIG, architectures=["DreamModelX"]),
+    "an architecture is unknown": (lambda d: cases.edit(d / CONFIG, architectures=["DreamModelX"]),
                                    ["architectures=['DreamModelX']", "'DreamModel'"]),
     "a shard is truncated": (lambda d: _truncate(d, 10), ["model.safetensors is truncated"]),
     "a shard is cut in its header": (lambda d: _truncate(d, 10**9), ["model.safetensors"]),
     "there are pickles alone": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), ["safetensors"]),
-    "a tokenizer is of another model": (lambda d: _edit_json(d / CONFIG, mask_token_id=151666),
+    "a tokenizer is of another model": (lambda d: cases.edit(d / CONFIG, mask_token_id=151666),
                                         ["config.json", "mask_token_id=151666"]),
     "a tokenizer has more ids": (
         lambda d: (d / "tokenizer.json").write_text(
@@ -265,7 +258,7 @@ def test_a_tied_matrix_of_its_own_is_refused_and_an_equal_one_is_not(tmp_path):
     cases.write_weights(directory, tensors | {"lm_head.weight": table[::-1].copy()}, 1)
     with pytest.raises(ValueError, match=r"'lm_head\.weight' to 'model\.embed_tokens\.weight'"):
         dlm_jax.load(directory)
-    _edit_json(directory / CONFIG, tie_word_embeddings=False)
+    cases.edit(directory / CONFIG, tie_word_embeddings=False)
     model = dlm_jax.load(directory)
     np.testing.assert_array_equal(np.asarray(model.params["head"]["kernel"]).T, table[::-1])
 
@@ -296,8 +289,7 @@ def test_architecture_counts_before_model_type(tmp_path):
 
 
 def _recommending(directory, **fields):
-    path = directory / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    cases.edit(directory / "generation_config.json", **fields)
     return directory
 
 
@@ -336,7 +328,7 @@ def test_a_temperature_of_a_directory_holds_at_all_steps_and_an_end_is_kept(tmp_
     ):
         fields = settings_fields(sample, implied)
         (tmp_path / "generation_config.json").write_text(json.dumps(fields))
-        assert _recommended(implied, read_settings(tmp_path, 64, lambda said: {})) == sample
+        assert recommended(implied, read_settings(tmp_path, 64, lambda said: {})) == sample
 
 
 @pytest.mark.parametrize(

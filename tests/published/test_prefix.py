@@ -29,8 +29,7 @@ def _write(path, family, *, begins="<|start|>"):
     )
     backend.save(str(directory / "tokenizer.json"))
     for file in ("config.json", "generation_config.json"):
-        said = json.loads((directory / file).read_text())
-        (directory / file).write_text(json.dumps(said | {"bos_token_id": BOS}))
+        cases.edit(directory / file, bos_token_id=BOS)
     return directory
 
 
