@@ -29,7 +29,8 @@ from benchmarks.quality import distinct_share, judged_bits
 from dlm_jax.cli.common import start_jax
 from dlm_jax.contrib.distillation import Distillation, certainty, sdtt
 from dlm_jax.diffusion.corruption import LINEAR
-from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
+from dlm_jax.diffusion.losses import cross_entropy
+from dlm_jax.diffusion.objectives import Batch, elbo
 from dlm_jax.types import Network, Params
 
 BUDGETS = (4, 8, 16)
@@ -96,13 +97,12 @@ def _trained(objective: Any) -> Params:
                 return found.sum / found.weight
 
         else:
-            mixture = Mixture({"elbo": objective}, {"elbo": 1.0})
-            example = mixture.example(batch, key)
+            drawn = objective(batch, key)
 
             def loss(params: Params) -> jax.Array:
-                hidden_BLV = params["table"][_code(example.shown_BL)]
-                found = mixture.losses(NETWORK, params, example, hidden_BLV, mask_id=MASK)
-                return found["elbo"].sum / found["elbo"].weight
+                hidden_BLV = params["table"][_code(drawn.shown_BL)]
+                nats_BL = cross_entropy(NETWORK, params, hidden_BLV, tokens_BL, mask_id=MASK)
+                return jnp.sum(drawn.weight_BL * nats_BL) / drawn.total
 
         updates, state = optimizer.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), state

@@ -39,16 +39,17 @@ from oracles.processes import Enumerated
 import dlm_jax
 from benchmarks.generation_pair import make_model
 from benchmarks.step_overhead import POSITIONS, ROWS, first_state, times
-from dlm_jax.config import Config, ObjectiveConfig
-from dlm_jax.data import join_documents, noise_ids, read_documents, split_text, text_ids
-from dlm_jax.diffusion.losses import hidden_of
-from dlm_jax.diffusion.mixing import mixture_of
+from dlm_jax.config import Config, MeshConfig, ObjectiveConfig
+from dlm_jax.data import Setup, join_documents, read_documents, split_text
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.diffusion.processes import PROCESSES
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.partitions import split_rows
+from dlm_jax.distributed.partitions import make_mesh, split_rows
+from dlm_jax.heads import MAIN, Stage
 from dlm_jax.inference.model import Model
 from dlm_jax.sampling.loop import Advance
+from dlm_jax.training.tasks import make_mixture
+from dlm_jax.training.train_step import StageLoss
 
 STEPS = 4
 RESULTS = Path(__file__).parent / "results"
@@ -62,22 +63,17 @@ def trained_for(model: Model, process: str) -> Model:
 def training(model: Model, process: str) -> Callable[[], Any]:
     """A loss and its gradient."""
     tokenizer, network = model.tokenizer, model.network
-    mixture = mixture_of(
-        ObjectiveConfig(process=process), mask_id=tokenizer.mask_id,
-        random_ids=text_ids(tokenizer), noise_ids=noise_ids(tokenizer),
-    )  # fmt: skip
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    mixture = make_mixture(
+        Setup(Config(objective=ObjectiveConfig(process=process)), tokenizer, mesh)
+    )
+    stage_loss = StageLoss(network, mixture, (), Stage((MAIN,)), tokenizer.mask_id)
     batch = Batch(
         jnp.zeros((ROWS, POSITIONS), jnp.int32), jnp.full(ROWS, POSITIONS), jnp.zeros(ROWS, int)
     )
 
     def loss(params: Any, key: jax.Array) -> jax.Array:
-        example, hidden_BLD = mixture.example(batch, key), None
-        if mixture.reads_trunk:
-            hidden_BLD = hidden_of(
-                network, params, example.shown_BL, batch.tokens_BL, batch.length_B
-            )
-        found = mixture.losses(network, params, example, hidden_BLD, mask_id=tokenizer.mask_id)
-        return found["elbo"].sum / found["elbo"].weight
+        return stage_loss(params, mixture.draw(batch, key), jnp.int32(0))[0]
 
     step = jax.jit(jax.value_and_grad(loss), compiler_options=compiler.options("train"))
     return functools.partial(step, model.params, jax.random.key(0))

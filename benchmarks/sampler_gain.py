@@ -25,6 +25,7 @@ from dlm_jax.data import load_corpus, validation_windows
 from dlm_jax.diffusion.corruption import mask_independently, stratified_times
 from dlm_jax.diffusion.likelihood import ratio_and_error
 from dlm_jax.diffusion.losses import cross_entropy, nll, read_out
+from dlm_jax.diffusion.objectives import Batch, Drawn
 from dlm_jax.heads.sampler import prepare_sampler_inputs
 from dlm_jax.inference.model import Model
 
@@ -52,17 +53,19 @@ def nats(
     def total(nll_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.sum(jnp.where(is_asked_BL, nll_BL, 0.0), axis=1), number_B
 
+    drawn = Drawn(
+        Batch(tokens_BL, length_B, jnp.zeros_like(length_B)), shown_BL,
+        is_asked_BL.astype(jnp.float32), jnp.sum(number_B), hidden_BLD=hidden_BLD,
+    )  # fmt: skip
     found = {
         "LM head": total(cross_entropy(network, params, hidden_BLD, tokens_BL, mask_id=mask_id))
     }
     for name, thirds in SHOWN.items():
         is_revealed_1L = jnp.isin(place_1L % 3, jnp.array(thirds, jnp.int32))
-        inputs = prepare_sampler_inputs(
-            network, params, shown_BL, tokens_BL, hidden_BLD, length_B,
-            jnp.broadcast_to(is_revealed_1L, tokens_BL.shape), mask_id=mask_id,
-        )  # fmt: skip
+        is_revealed_BL = jnp.broadcast_to(is_revealed_1L, tokens_BL.shape)
+        inputs = prepare_sampler_inputs(network, params, drawn, is_revealed_BL, mask_id=mask_id)
         nll_BL = read_out(
-            nll, network.heads["sampler"].readout, params, tuple(inputs), (tokens_BL,),
+            nll, network.heads["sampler"].readout, params, inputs, (tokens_BL,),
             vocab_size=network.vocab_size, mask_id=mask_id,
         )  # fmt: skip
         found[name] = total(nll_BL)

@@ -40,14 +40,11 @@ from dlm_jax.randomness import key_of
 from dlm_jax.types import Inside, Network, Params
 
 
-class HeadLayers(nnx.Module):
-    """The layers of a built-in head, as attributes."""
-
-    def __init__(self, head: BuiltInHead, config: ModelConfig, *, rngs: nnx.Rngs):
-        linear = functools.partial(Linear, bias=False, rngs=rngs)
-        norm = functools.partial(Norm, kind=config.norm, epsilon=config.norm_epsilon)
-        for name, layer in head.layers(config, linear, norm).items():
-            setattr(self, name, layer)
+def head_layers(head: BuiltInHead, config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Dict:
+    """The layers of a built-in head."""
+    linear = functools.partial(Linear, bias=False, rngs=rngs)
+    norm = functools.partial(Norm, kind=config.norm, epsilon=config.norm_epsilon)
+    return nnx.Dict(head.layers(config, linear, norm))
 
 
 class Attention(nnx.Module):
@@ -277,7 +274,7 @@ class Transformer(nnx.Module):
         # Heads are initialised last, so that the other parameters do not depend on them.
         for head in HEADS:
             is_added = head.is_added(config)
-            setattr(self, head.name, HeadLayers(head, config, rngs=rngs) if is_added else None)
+            setattr(self, head.name, head_layers(head, config, rngs=rngs) if is_added else None)
 
 
 @functools.cache
@@ -529,6 +526,7 @@ def _head_function(
     head: BuiltInHead, config: ModelConfig, readout: Callable[..., jax.Array]
 ) -> Any:
     """The entry of a head in `Network.heads`."""
-    made = nnx.eval_shape(lambda: HeadLayers(head, config, rngs=nnx.Rngs(params=key_of(0))))
-    graph = nnx.split(made)[0]
+    graph, _ = nnx.split(
+        nnx.eval_shape(lambda: head_layers(head, config, rngs=nnx.Rngs(params=key_of(0))))
+    )
     return head.function(config, lambda params: nnx.merge(graph, params[head.name]), readout)

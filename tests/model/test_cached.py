@@ -172,8 +172,7 @@ def test_two_streams_of_a_shifted_model_are_those_of_a_plain_one_a_position_late
     params = toy.random_params(plain)
     shown = jnp.where(np.random.default_rng(1).random((3, L)) < 0.5, toy.MASK, TOKENS)
     there, here = (
-        jax.jit(network.beside_clean)(params, shown, TOKENS, LENGTH)
-        for network in (plain, moved)
+        jax.jit(network.beside_clean)(params, shown, TOKENS, LENGTH) for network in (plain, moved)
     )
     _close(here[:, 1:], there[:, :-1])
     _close(here[:, 0], there[:, 0])

@@ -17,7 +17,7 @@ from stage_cases import staged
 from dlm_jax.config import MeshConfig, OptimConfig
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import costs
-from dlm_jax.diffusion.objectives import Batch, Example, Mixture, ObjectiveConfig, denoising, elbo
+from dlm_jax.diffusion.objectives import Batch, Drawn, Mixture, ObjectiveConfig, denoising, elbo
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.training.optimisers import make_optimizer, matrices_of
 from dlm_jax.training.train_step import (
@@ -188,10 +188,10 @@ def test_a_step_writes_its_state_over_the_old_one(name):
     assert memory.alias_size_in_bytes >= 0.9 * total / (8 if name == "cube" else 1)
 
 
-def _noise_task(batch: Batch, key: jax.Array) -> Example:
+def _noise_task(batch: Batch, key: jax.Array) -> Drawn:
     """A task whose weights are the noise it drew."""
     weight_BL = jax.random.uniform(key, batch.tokens_BL.shape)
-    return Example(jnp.zeros_like(batch.tokens_BL), weight_BL, jnp.float32(1))
+    return Drawn(batch, jnp.zeros_like(batch.tokens_BL), weight_BL, jnp.float32(1))
 
 
 @functools.cache
@@ -252,7 +252,7 @@ def _one_parameter_network() -> Network:
 
 def test_the_loss_is_divided_by_the_total_and_the_norms_are_what_they_say():
     def task(batch, key):
-        return Example(batch.tokens_BL, jnp.ones(batch.tokens_BL.shape), jnp.float32(20))
+        return Drawn(batch, batch.tokens_BL, jnp.ones(batch.tokens_BL.shape), jnp.float32(20))
 
     network = _one_parameter_network()
     scale = np.asarray(toy.params()["norm"]["scale"], np.float64)

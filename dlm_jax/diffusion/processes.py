@@ -12,13 +12,27 @@ For every process, the level at a time is the ``masked_ratio`` of the noise sche
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.settings import ABOVE_ZERO, BELOW_ONE, Rule, Setting, SettingError, rule, static
+from dlm_jax.settings import (
+    ABOVE_ZERO,
+    BELOW_ONE,
+    UNSET,
+    Rule,
+    Setting,
+    SettingError,
+    nearest,
+    rule,
+    static,
+)
 
 HIGHEST_LEVEL = 1.0 - 1e-4
 """Levels in a bound are clipped to this value, because the terms of the bound are 0 / 0 at 1."""
@@ -213,6 +227,79 @@ class Mixed(Process):
         root = jnp.where(is_inside, jnp.sqrt(jnp.where(is_inside, product, 1.0)), 0.0)
         total = 1.0 + most * root
         return Shares((1.0 - level) / total, level / total, most * root / total)
+
+
+PROCESSES: Mapping[str, type[Process]] = {
+    process.name: process for process in (Masked, Uniform, Mixed)
+}
+"""Processes by ``objective.process``."""
+
+
+@functools.lru_cache(maxsize=64)
+def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
+    """Returns the process that a config selects.
+
+    Args:
+      name: one of `PROCESSES`, or a custom ``module:Class``.
+      settings: settings of the process, each ``NAME=VALUE``.
+
+    Raises:
+      SettingError: the process does not exist, or a setting is unknown or invalid.
+    """
+    cls = PROCESSES.get(name) or _own(name)
+    fields = {
+        field.metadata["setting"].name: (field.name, field.metadata["setting"])
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if "setting" in field.metadata
+    }
+    values = {field: setting.resolved(setting.default) for field, setting in fields.values()}
+    for given in settings:
+        key, _, text = given.partition("=")
+        if key not in fields:
+            why = f"has {key!r}, which objective.process={name!r} does not have"
+            advice = nearest(key, tuple(fields)) if fields else "remove it"
+            raise SettingError("objective.process_settings", UNSET, why, advice)
+        field, setting = fields[key]
+        try:
+            values[field] = setting.resolved(setting.checked(_parsed(setting.kind, text)))
+        except ValueError as error:
+            if isinstance(error, SettingError):
+                raise
+            raise SettingError(key, text, "is not a number", "use a number, such as 0.1") from None
+    return cls(**values)
+
+
+def _parsed(kind: type, text: str) -> object:
+    return {"true": True, "false": False}.get(text, text) if kind is bool else kind(text)
+
+
+def _own(name: str) -> type[Process]:
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise SettingError(
+            "objective.process",
+            name,
+            f"is not one of {', '.join(PROCESSES)}",
+            f"{nearest(name, tuple(PROCESSES))}, or pass your own as module:Class",
+        )
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise SettingError(
+            "objective.process",
+            name,
+            f"cannot be imported ({error})",
+            "put its module on the path",
+        ) from None
+    is_process = isinstance(cls, type) and issubclass(cls, Process)
+    if not is_process or not dataclasses.is_dataclass(cls):
+        raise SettingError(
+            "objective.process",
+            name,
+            "is not a process",
+            "subclass dlm_jax.diffusion.processes.Process under dlm_jax.rule",
+        )
+    return cls
 
 
 def is_among(ids: tuple[int, ...], tokens: jax.Array) -> jax.Array:
