@@ -40,7 +40,7 @@ import dlm_jax
 from benchmarks.generation_pair import make_model
 from benchmarks.step_overhead import POSITIONS, ROWS, first_state, times
 from dlm_jax.config import Config, MeshConfig, ObjectiveConfig
-from dlm_jax.data import Setup, join_documents, read_documents, split_text
+from dlm_jax.data import Setup, join_documents, read_documents, split_text, text_ids
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.diffusion.processes import PROCESSES
 from dlm_jax.distributed import compiler

@@ -193,7 +193,7 @@ def at_positions(
 
 
 def _in_slices(
-    measure: Callable[..., jax.Array], shape: tuple[int, int], vocab_size: int
+    measure: Callable[..., jax.Array], shape: tuple[int, ...], vocab_size: int
 ) -> Callable[..., jax.Array]:
     """`measure` for arrays ``[B, L, ...]`` of this shape on one device, in slices of positions."""
     num_rows, num_positions = shape
@@ -216,7 +216,7 @@ def _in_slices(
 
 
 def _at_read_positions(
-    measure: Callable[..., jax.Array], shape: tuple[int, int], vocab_size: int
+    measure: Callable[..., jax.Array], shape: tuple[int, ...], vocab_size: int
 ) -> Callable[..., jax.Array]:
     """`measure` where the last of the given arrays is True, and 0 elsewhere, on one device.
 

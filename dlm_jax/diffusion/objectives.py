@@ -622,7 +622,8 @@ def process_elbo(
 
     def draw(batch: Batch, key: jax.Array) -> Drawn:
         time_key, noise_key = jax.random.split(key)
-        t = _times(time_key, *batch.tokens_BL.shape, block_length)
+        num_rows, num_positions = batch.tokens_BL.shape
+        t = _times(time_key, num_rows, num_positions, block_length)
         return noised_at(process, batch, noise_key, t, schedule=schedule, **ids)
 
     def loss(network: Network, params: Params, drawn: Drawn) -> Loss:

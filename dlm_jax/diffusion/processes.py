@@ -291,8 +291,9 @@ def _own(name: str) -> type[Process]:
             f"cannot be imported ({error})",
             "put its module on the path",
         ) from None
-    is_process = isinstance(cls, type) and issubclass(cls, Process)
-    if not is_process or not dataclasses.is_dataclass(cls):
+    if not (isinstance(cls, type) and issubclass(cls, Process)) or not hasattr(
+        cls, "__dataclass_fields__"
+    ):
         raise SettingError(
             "objective.process",
             name,

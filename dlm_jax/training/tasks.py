@@ -180,6 +180,8 @@ def make_task(
     if not isinstance(mixture, Mixture):
         cut = setup.config.objective.random_length_share
         mixture = Mixture({"objective": mixture}, {"objective": 1.0}, cut)
+    for name in {head.name for head in records} & mixture.objectives.keys():
+        raise ValueError(f"an objective and a head have the same name: {name}; rename one")
     if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
         expected = (
             "optimizer must be a gradient transformation, such as optax.adam(1e-3), or a function "

@@ -106,7 +106,8 @@ class StageLoss:
         network, batch, heads = self.network, drawn.batch, self.trained_heads
         objectives = self.mixture.objectives if self.stage.trains(MAIN) else {}
         shares_trunk = any(one.loss is None for one in objectives.values())
-        hidden_BLD = nll_BL = None
+        hidden_BLD: Any = None
+        nll_BL: Any = None
         if shares_trunk or any(head.reads_hidden for head in heads):
             hidden_BLD = hidden_of(network, params, drawn.shown_BL, batch.tokens_BL, batch.length_B)
             # Without this barrier, the heads would be fused into the trunk, so that the trunk would
