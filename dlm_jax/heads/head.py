@@ -40,7 +40,7 @@ class Stage:
         return " + ".join(self.groups) or "nothing"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Head:
     """A head on the trunk: an objective of its own parameters, which reads what the objectives of
     the model drew. Optimiser groups, stages, metrics and checkpoints are derived from this record.

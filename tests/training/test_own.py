@@ -111,7 +111,7 @@ def left_head(*, trains_trunk: bool = False, **changes: Any) -> Head:
         return Loss(jnp.sum(jnp.where(is_used_BL, nll_BL, 0.0)), total)
 
     return Head(
-        "left_head", loss, draw,
+        name="left_head", loss=loss, draw=draw,
         init=lambda key: {"kernel": jax.random.normal(key, (WIDTH, 64)) / 9},
         trains_trunk=trains_trunk, **changes,
     )  # fmt: skip
@@ -283,7 +283,7 @@ def test_a_loss_that_is_no_pair_of_scalars_is_refused_with_its_name(tmp_path):
 
 def test_heads_whose_names_clash_or_do_not_end_in_head_are_refused(tmp_path):
     with pytest.raises(ValueError, match="the name of head 'left' does not end in '_head'; rename"):
-        Head("left", lambda *inputs: Loss(jnp.zeros(()), jnp.ones(())))
+        Head(name="left", loss=lambda *inputs: Loss(jnp.zeros(()), jnp.ones(())))
     with pytest.raises(ValueError, match="two heads have the same name: left_head, left_head"):
         _train(tmp_path, heads=[left_head(), left_head()])
     with pytest.raises(ValueError, match="leaves nothing to train; set model.add_sampler_head"):
@@ -308,7 +308,7 @@ def _sized_head(name: str, weight: float, **figures: tuple[float, float]) -> Hea
         pairs = {key: tuple(map(jnp.float32, pair)) for key, pair in figures.items()}
         return Loss(3 * params[name]["x"].sum(), jnp.float32(weight), pairs)
 
-    return Head(name, loss, init=lambda key: {"x": jnp.ones(2)})
+    return Head(name=name, loss=loss, init=lambda key: {"x": jnp.ones(2)})
 
 
 def test_a_loss_is_its_sum_over_its_weight_and_nothing_where_the_weight_is_nothing(tmp_path):
