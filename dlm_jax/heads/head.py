@@ -48,18 +48,14 @@ class Head:
     Attributes:
       name: top-level name of the head's parameters; must end in ``_head``.
       loss: ``(network, params, drawn) -> Loss``, in nats or another unit. `drawn` is the `Drawn` of
-        the batch, with what `draw` returned as ``noise`` and the trunk's output as ``hidden_BLD``
-        (None if no head of the stage reads it). Only the head's own parameters have a gradient,
-        unless it `trains_trunk`. ``network.heads`` lacks the heads that do not train yet.
+        the batch, with what `draw` returned as ``noise`` and the trunk's output as ``hidden_BLD``.
+        Only the head's own parameters have a gradient, unless it `trains_trunk`. ``network.heads``
+        lacks the heads that do not train yet.
       draw: ``(drawn, key) -> noise``, a pytree of random values and totals, drawn for the whole
         batch before it is split into microbatches. Each leaf is ``[B, ...]`` or a scalar.
       init: ``(key) -> params``; None if `Network.init` creates the parameters.
-      metric: metric name of the loss; if empty, the head's name without ``_head``.
-      reads_hidden: whether the loss reads ``drawn.hidden_BLD``.
       trains_trunk: whether the gradient flows into other parameters. If False, the other parameters
         are bitwise equal to those of a run without the head.
-      joins_main: whether the parameters belong to the main optimiser group and train with it;
-        `start`, `end` and `optimizer` are then ignored.
       start: first step at which the head is trained.
       end: step at which the loss reaches its full weight, after growing linearly from 0 at `start`.
         If `end` is not after `start`, the loss has its full weight from the start.
@@ -74,10 +70,7 @@ class Head:
     loss: Callable[[Network, Params, Drawn], Loss]
     draw: Callable[[Drawn, jax.Array], Any] = lambda drawn, key: ()
     init: Callable[[jax.Array], Params] | None = None
-    metric: str = ""
-    reads_hidden: bool = True
     trains_trunk: bool = False
-    joins_main: bool = False
     start: int = 0
     end: int = 0
     weight: float | None = None
@@ -87,14 +80,13 @@ class Head:
     def __post_init__(self) -> None:
         if not self.name.endswith("_head") or "/" in self.name:
             raise ValueError(f"the name of head {self.name!r} does not end in '_head'; rename it")
-        if not self.metric:
-            object.__setattr__(self, "metric", self.name.removesuffix("_head"))
         if self.stream < 0:
             object.__setattr__(self, "stream", zlib.crc32(self.name.encode()))
 
     @property
-    def group(self) -> str:
-        return MAIN if self.joins_main else self.name
+    def metric(self) -> str:
+        """The metric of the loss: the head's name without ``_head``."""
+        return self.name.removesuffix("_head")
 
     def trains_at(self, step: int) -> bool:
         """Returns whether the loss has a nonzero weight at a step (counted from 0)."""

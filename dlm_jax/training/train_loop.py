@@ -372,7 +372,7 @@ class _Loop:
             "a training step",
             "lower train.batch_size, or raise train.accumulate",
         )
-        what = f" of {self._stage}" if any(not one.joins_main for one in run.task.heads) else ""
+        what = f" of {self._stage}" if run.task.heads else ""
         say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ KEPT = "kept"
 
 def stage_at(step: int, heads: Sequence[Head], *, train_main: bool, adapts: bool = False) -> Stage:
     """The stage of a step (counted from 0). A head trains if its loss has a positive weight."""
-    own = [head.name for head in heads if head.group != MAIN and head.trains_at(step)]
+    own = [head.name for head in heads if head.trains_at(step)]
     return Stage((*[MAIN] * train_main, *own), adapts)
 
 
@@ -48,8 +48,9 @@ def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
 
     In a model with adapters, the frozen parameters are in the group `KEPT`.
     """
-    group = next((head.group for head in heads if head.name == name), MAIN)
-    return KEPT if adapts and group == MAIN and name != GROUP else group
+    if any(head.name == name for head in heads):
+        return name
+    return KEPT if adapts and name != GROUP else MAIN
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class StageLoss:
 
     @property
     def trained_heads(self) -> list[Head]:
-        return [head for head in self.heads if self.stage.trains(head.group)]
+        return [head for head in self.heads if self.stage.trains(head.name)]
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """The trained and the frozen parameters, each keyed by top-level name."""
@@ -88,10 +89,6 @@ class StageLoss:
         return drawn._replace(noise=noise)
 
     def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
-        if head.joins_main:
-            # The key indices of heads follow those of the objectives.
-            place = 1 + len(self.mixture.objectives) + self.heads.index(head)
-            return jax.random.fold_in(jax.random.fold_in(key, step), place)
         salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
         return jax.random.fold_in(salted, head.stream)
 
@@ -108,7 +105,7 @@ class StageLoss:
         shares_trunk = any(one.loss is None for one in objectives.values())
         hidden_BLD: Any = None
         nll_BL: Any = None
-        if shares_trunk or any(head.reads_hidden for head in heads):
+        if shares_trunk or heads:
             hidden_BLD = hidden_of(network, params, drawn.shown_BL, batch.tokens_BL, batch.length_B)
             # Without this barrier, the heads would be fused into the trunk, so that the trunk would
             # round differently from a trunk without heads.
@@ -160,10 +157,9 @@ class StageLoss:
         """The parts of the loss and the weights of heads; empty if the loss has a single part and
         no head trains.
         """
-        own = [head for head in self.trained_heads if head.group != MAIN]
-        if len(means) < 2 and not own:
+        if len(means) < 2 and not self.trained_heads:
             return {}
-        weighted = [head for head in own if head.weight is not None]
+        weighted = [head for head in self.trained_heads if head.weight is not None]
         return means | {f"{head.metric}_alpha": head.weight_at(step) for head in weighted}
 
 

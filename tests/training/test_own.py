@@ -261,15 +261,6 @@ def test_a_head_leaves_the_model_alone_bit_for_bit_unless_it_says_that_it_trains
     assert not np.array_equal(teaching["table"], alone["table"])
 
 
-def test_a_head_joins_the_group_of_the_model_where_its_record_says_so(folder):
-    outcome = _train(folder / "joined", heads=[left_head(joins_main=True, trains_trunk=True)])
-    assert str(outcome.run.task.stage(0)) == "main"
-    fresh = outcome.run.network.init(jax.random.split(jax.random.key(0))[0])
-    for name, leaf in outcome.state.params.items():
-        moved = jax.tree.map(lambda new, old: np.abs(new - old).max() > 1e-4, leaf, fresh[name])
-        assert all(jax.tree.leaves(moved)), name
-
-
 def test_a_loss_that_is_no_pair_of_scalars_is_refused_with_its_name(tmp_path):
     def of_each_row(network, params, drawn):
         return Loss(jnp.zeros(drawn.shown_BL.shape[0]), jnp.ones(()))
