@@ -28,7 +28,7 @@ PACKAGE = "dlm_jax"
 PAGE = 60
 SLOTS = ("transforms", "propose", "commit", "remask", "edits")
 TABLES = (
-    "dlm_jax.diffusion.mixing.table",
+    "dlm_jax.training.tasks.objectives",
     "dlm_jax.diffusion.processes.PROCESSES",
     "dlm_jax.heads.HEADS",
     "dlm_jax.published.families.FAMILIES",

@@ -66,10 +66,6 @@ class CachedTrunk:
       store: ``(kept, piece, row_N, place_N) -> kept``, with a piece written to the rows ``row_N``
         (None means all rows in order) from the positions ``place_N`` on. Duplicate rows have
         identical pieces. Each device calls this function for its own rows.
-      beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: the output for every
-        block of `shown_BL` given the clean tokens of earlier blocks, with all blocks in one call,
-        for training and likelihood. An argument ``block_length=n`` selects another block length.
-        None if ``block_length`` is below 2.
       canvas: ``(params, kept, tokens_BL, length_B, window, signal_BWD, size=W) -> hidden_BWD``: the
           trunk at canvases that begin at ``window.begin_N``, after cached texts, as in
           `Network.behind`. In a model with canvases, `whole` and `window` compute texts, and
@@ -83,7 +79,6 @@ class CachedTrunk:
     whole: Callable[..., tuple[jax.Array, Any]]
     window: Callable[..., tuple[jax.Array, Any]]
     store: Callable[..., Any]
-    beside_clean: Callable[..., jax.Array] | None = None
     ready: Callable[[Params], Params] | None = None
     canvas: Callable[..., jax.Array] | None = None
 
@@ -135,6 +130,10 @@ class Network:
       logits_of: ``(params, hidden_ND, ids_NK) -> logits_NK``, float32: some columns of `readout`,
           which saves a second readout for edits. If None, the whole readout is computed.
       cached: the trunk for decoding with a cache; None if caches are not supported.
+      beside_clean: ``(params, shown_BL, clean_BL, length_B) -> hidden_BLD``: the trunk of a
+        block-causal model for every block of `shown_BL` given the clean tokens of earlier blocks,
+        with all blocks in one call, for training and likelihood. An argument ``block_length=n``
+        selects another block length. None for other models.
       inside: ``(params, tokens_BL, length_B) -> Inside``, the trunk's intermediate results; None if
           not available.
       behind: ``(params, tokens_BL, length_B, start_B, signal_BLD=None) -> hidden_BLD``: the trunk
@@ -163,6 +162,7 @@ class Network:
     heads: Mapping[str, Any] = _Hashable()
     logits_of: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
     cached: CachedTrunk | None = None
+    beside_clean: Callable[..., jax.Array] | None = None
     inside: Callable[..., Inside] | None = None
     behind: Callable[..., jax.Array] | None = None
     signal: Callable[[Params, jax.Array], jax.Array] | None = None

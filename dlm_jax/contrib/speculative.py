@@ -118,10 +118,10 @@ class Speculative(FillRule):
         is_open_BL, draft = fill.is_open_BL, drafted.proposal
         clean_BL = jnp.where(is_open_BL, draft.tokens_BL, fill.tokens_BL)
         network = fill.network
-        assert network.cached is not None and network.cached.beside_clean is not None
+        assert network.beside_clean is not None
         # Positions that are not live contain PAD, which does not affect the positions read below.
         length_B = jnp.full(is_open_BL.shape[0], is_open_BL.shape[1], jnp.int32)
-        hidden_BLD = network.cached.beside_clean(
+        hidden_BLD = network.beside_clean(
             fill.params, fill.tokens_BL, clean_BL, length_B, block_length=1
         )
         hidden_PD = hidden_BLD.reshape(-1, hidden_BLD.shape[-1])

@@ -85,15 +85,21 @@ def costs(
     """
     is_text_BL = batch.tokens_BL != eos_id
     if is_causal:
-        nll_BL = _causal_nll(network, params, batch, mask_id=mask_id)
+        nll_BL = causal_nll(network, params, batch, mask_id=mask_id)
         none_B = jnp.zeros(nll_BL.shape[0], nll_BL.dtype)
         text_B = jnp.sum(jnp.where(is_text_BL, nll_BL, 0.0), axis=1)
         return Costs(jnp.sum(nll_BL, axis=1), none_B, text_B, none_B)
     is_free_BNU = in_blocks(batch.is_free_BL(), network.block_length)
-    num_rows, num_blocks, _ = is_free_BNU.shape
+    (num_rows, num_blocks, size), num_positions = is_free_BNU.shape, batch.tokens_BL.shape[1]
     key_B = jax.vmap(functools.partial(jax.random.fold_in, key))(number_B)
     block_1N = jnp.arange(num_blocks, dtype=jnp.uint32)[None]
-    level_BN = _levels(key, number_B, block_1N)
+    # Levels in [0, 1), spread evenly over consecutive rows and blocks.
+    place_BN = (
+        jax.random.bits(key, (1, 1), jnp.uint32)
+        + number_B.astype(jnp.uint32)[:, None] * jnp.uint32(_BETWEEN_ROWS)
+        + block_1N * jnp.uint32(_BETWEEN_BLOCKS)
+    )
+    level_BN = place_BN.astype(jnp.float32) / 2.0**32
     free_BN = jnp.sum(is_free_BNU, axis=2)
 
     @jax.vmap
@@ -108,13 +114,15 @@ def costs(
         count_BN = jnp.minimum(1 + jnp.floor(share_BN * free_BN).astype(jnp.int32), free_BN)
         drawn_B = jax.vmap(lambda key: jax.random.fold_in(key, draw))(key_B)
         if process is not None and not process.is_masked:
-            ids = {"mask_id": mask_id, "noise_ids": noise_ids}
-            cost_BL = _noised(network, params, batch, drawn_B, 1.0 - share_BN, process, ids)
+            ids: dict[str, Any] = {"mask_id": mask_id, "noise_ids": noise_ids}
+            t_BL = jnp.repeat(1.0 - share_BN, size, axis=1)[:, :num_positions]
+            noised = noised_at(process, batch, drawn_B, t_BL, schedule=LINEAR, **ids)
+            cost_BL = process_costs(network, params, noised, **ids)
             text_BL = jnp.where(is_text_BL, cost_BL, 0.0)
             return carry, [jnp.sum(part_BL, axis=1) for part_BL in (cost_BL, text_BL)]
         block_BN = jnp.broadcast_to(block_1N, (num_rows, num_blocks))
         is_masked_BNU = hidden(block_BN, drawn_B, count_BN, is_free_BNU)
-        is_masked_BL = is_masked_BNU.reshape(num_rows, -1)[:, : batch.tokens_BL.shape[1]]
+        is_masked_BL = is_masked_BNU.reshape(num_rows, -1)[:, :num_positions]
         nll_BL = hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
         text_BL = jnp.where(is_text_BL, nll_BL, 0.0)
         return carry, [
@@ -129,32 +137,6 @@ def costs(
 
     _, (whole_SB, text_SB) = jax.lax.scan(one_draw, None, jnp.arange(num_draws))
     return Costs(*mean(whole_SB), *mean(text_SB))
-
-
-def _levels(key: jax.Array, number_B: jax.Array, block_1N: jax.Array) -> jax.Array:
-    """Levels in [0, 1), one per block, spread evenly over consecutive rows and blocks."""
-    place_BN = (
-        jax.random.bits(key, (1, 1), jnp.uint32)
-        + number_B.astype(jnp.uint32)[:, None] * jnp.uint32(_BETWEEN_ROWS)
-        + block_1N * jnp.uint32(_BETWEEN_BLOCKS)
-    )
-    return place_BN.astype(jnp.float32) / 2.0**32
-
-
-def _noised(
-    network: Network,
-    params: Params,
-    batch: Batch,
-    key_B: jax.Array,
-    t_BN: jax.Array,
-    process: Process,
-    ids: dict[str, Any],
-) -> jax.Array:
-    """The contribution of each position to the bound, ``[B, L]``, with one time per block."""
-    num_positions = batch.tokens_BL.shape[1]
-    t_BL = jnp.repeat(t_BN, network.block_length or num_positions, axis=1)[:, :num_positions]
-    noised = noised_at(process, batch, key_B, t_BL, schedule=LINEAR, **ids)
-    return process_costs(network, params, noised, **ids)
 
 
 def bound_at(
@@ -186,13 +168,9 @@ def _weighed(
 
 
 def causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int) -> jax.Array:
-    """Exact negative log-likelihood in nats ``[B]`` of the free tokens in each row, for a causal
-    model. The first token of a row costs 0 if the network does not predict it.
+    """Exact negative log-likelihood in nats ``[B, L]`` of each free token given those before it,
+    for a causal model; 0 elsewhere, and at the first token of a row if it is not predicted.
     """
-    return jnp.sum(_causal_nll(network, params, batch, mask_id=mask_id), axis=1)
-
-
-def _causal_nll(network: Network, params: Params, batch: Batch, *, mask_id: int) -> jax.Array:
     hidden_BLD, _ = network.trunk(params, batch.tokens_BL, batch.length_B, None)
     nll_BL = cross_entropy(network, params, hidden_BLD, batch.tokens_BL, mask_id=mask_id)
     batch = batch if network.predicts_first else batch.with_first_given()

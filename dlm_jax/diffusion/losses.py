@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.devices import platform
+from dlm_jax.devices import mesh_in_use, platform
 from dlm_jax.distributed.partitions import on_own_share
 from dlm_jax.types import Network, Params
 
@@ -42,8 +41,8 @@ def hidden_of(
     In a block-causal model, each block of the shown canvas follows the clean tokens of earlier
     blocks. Other models read only the shown canvas.
     """
-    if network.cached is not None and network.cached.beside_clean is not None:
-        return network.cached.beside_clean(params, shown_BL, clean_BL, length_B)
+    if network.beside_clean is not None:
+        return network.beside_clean(params, shown_BL, clean_BL, length_B)
     return network.trunk(params, shown_BL, length_B, None)[0]
 
 
@@ -59,21 +58,21 @@ def cross_entropy(
     """Negative log-probability of each target in nats under the LM head, float32 ``[B, L]``.
 
     MASK is never predicted, because its logit is set to -inf, except by a network without a
-    prediction of the first token, which reads no MASK and was trained without one. Each device
-    applies the head to its own positions, and the parameters of the head are gathered once. If
-    there are more than 2^24 logits per device (2^26 on accelerators), the logits are computed in
-    slices of positions and recomputed in the backward pass. `is_read_BL` is True where the result
-    is needed; None means all positions. At other positions, the result is undefined (but not NaN)
-    and is not computed on accelerators.
+    prediction of the first token, which reads no MASK and was trained without one. Positions are
+    processed as in `at_positions`.
     """
-    return read_out(
-        nll,
-        network.readout,
+
+    def nats(params: Params, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        logits_NV = network.readout(params, hidden.reshape(-1, hidden.shape[-1]))
+        logits_NV = _without(unpredicted(network, mask_id), logits_NV)
+        chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
+        return (jax.nn.logsumexp(logits_NV, axis=1) - chosen_N).reshape(targets.shape)
+
+    return at_positions(
+        nats,
         params,
-        (hidden_BLD,),
-        (targets_BL,),
+        (hidden_BLD, targets_BL),
         vocab_size=network.vocab_size,
-        mask_id=unpredicted(network, mask_id),
         is_read_BL=is_read_BL,
     )
 
@@ -81,6 +80,11 @@ def cross_entropy(
 def unpredicted(network: Network, mask_id: int) -> int:
     """The id without a probability: MASK, or -1 if all ids have one. See `cross_entropy`."""
     return mask_id if network.predicts_first else -1
+
+
+def _without(mask_id: int, logits_NV: jax.Array) -> jax.Array:
+    is_mask_1V = jnp.arange(logits_NV.shape[1])[None] == mask_id
+    return jnp.where(is_mask_1V, -jnp.inf, logits_NV)
 
 
 def read_out(
@@ -98,16 +102,13 @@ def read_out(
 
     The head is ``read(params, *inputs) -> logits [N, V]``, with inputs ``[B, L, ...]``; the logit
     of MASK is set to -inf. The arrays in `given` are ``[B, L]``. Each call to `cost` receives some
-    of their positions, along one or two axes. Positions are processed as in `cross_entropy`.
+    of their positions, along one or two axes. Positions are processed as in `at_positions`.
     """
 
     def measure(params: Params, *arrays: jax.Array) -> jax.Array:
         own, given = arrays[: len(inputs)], arrays[len(inputs) :]
-        lead = given[-1].ndim
-        logits_NV = read(params, *(x.reshape(-1, *x.shape[lead:]) for x in own))
-        is_mask_1V = jnp.arange(logits_NV.shape[1])[None] == mask_id
-        costs_N = cost(jnp.where(is_mask_1V, -jnp.inf, logits_NV), *given)
-        return costs_N.reshape(given[-1].shape)
+        logits_NV = read(params, *(x.reshape(-1, *x.shape[given[-1].ndim :]) for x in own))
+        return cost(_without(mask_id, logits_NV), *given).reshape(given[-1].shape)
 
     return at_positions(
         measure, params, (*inputs, *given), vocab_size=vocab_size, is_read_BL=is_read_BL
@@ -128,14 +129,14 @@ def divergence(
     The divergence is ``sum_v p(v) (ln p(v) - ln q(v))``, where p is the teacher's distribution. No
     gradient flows through p. MASK has probability 0 under both distributions. Each argument is a
     pair, first of the teacher and then of the head: ``read(params, *inputs) -> logits [N, V]``,
-    parameters, and inputs ``[B, L, ...]``. Positions are processed as in `cross_entropy`.
+    parameters, and inputs ``[B, L, ...]``. Positions are processed as in `at_positions`.
     """
     count = len(inputs[0])
 
     def measure(params: tuple[Params, Params], *arrays: jax.Array) -> jax.Array:
         flat = [x.reshape(-1, *x.shape[arrays[-1].ndim :]) for x in arrays]
         logs = [
-            log_probs(read(own, *given), mask_id=mask_id)
+            jax.nn.log_softmax(_without(mask_id, read(own, *given).astype(jnp.float32)))
             for read, own, given in zip(reads, params, (flat[:count], flat[count:-1]), strict=True)
         ]
         teacher_NV = jax.lax.stop_gradient(logs[0])
@@ -147,10 +148,10 @@ def divergence(
     return at_positions(measure, params, arrays, vocab_size=2 * vocab_size, is_read_BL=is_read_BL)
 
 
-def log_probs(logits_NV: jax.Array, *, mask_id: int) -> jax.Array:
-    """``ln softmax`` in nats, float32 ``[N, V]``. MASK has probability 0."""
-    is_mask_1V = jnp.arange(logits_NV.shape[1])[None] == mask_id
-    return jax.nn.log_softmax(jnp.where(is_mask_1V, -jnp.inf, logits_NV.astype(jnp.float32)))
+def nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
+    """Negative log-probabilities ``[N]`` of targets of any shape."""
+    chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
+    return jax.nn.logsumexp(logits_NV, axis=1) - chosen_N
 
 
 def at_positions(
@@ -163,8 +164,10 @@ def at_positions(
 ) -> jax.Array:
     """The values of ``measure(params, *arrays)`` at all positions, ``[B, L]``.
 
-    Positions must be independent of each other. They are divided among devices and slices and
-    skipped as in `cross_entropy`.
+    Positions must be independent of each other. Each device measures its own positions, for which
+    the parameters that `measure` reads are gathered once. If there are more than 2^24 logits per
+    device (2^26 on accelerators), they are computed in slices of positions and recomputed in the
+    backward pass.
 
     Args:
       measure: returns a float32 value per position, in the shape of the last array, which has one
@@ -172,81 +175,82 @@ def at_positions(
       params: a pytree of parameters.
       arrays: arrays ``[B, L, ...]``; the last one is ``[B, L]``.
       vocab_size: number of logits per position.
-      is_read_BL: True where the result is needed; None if it is needed everywhere.
+      is_read_BL: True where the result is needed; None means everywhere. Elsewhere, the result is
+        undefined (but not NaN), and is not computed on accelerators.
     """
     # On a CPU, skipping a few positions changes the matrix products to shapes that are slower.
-    if platform() == "cpu":
-        is_read_BL = None
+    if is_read_BL is not None and platform() != "cpu":
+        arrays, sliced = (*arrays, is_read_BL), _at_read_positions
+    else:
+        sliced = _in_slices
+    if mesh_in_use() is None:
+        return sliced(measure, arrays[-1].shape, vocab_size)(params, *arrays)
 
     def of_share(params: Any, *arrays: jax.Array) -> jax.Array:
-        own = functools.partial(measure, params)
-        if is_read_BL is None:
-            return _in_slices(own, arrays, vocab_size)
-        return at_read_positions(own, arrays[:-1], arrays[-1], vocab_size=vocab_size)
+        return sliced(measure, arrays[-1].shape, vocab_size)(params, *arrays)
 
-    asked = () if is_read_BL is None else (is_read_BL,)
-    return on_own_share(of_share, params, (*arrays, *asked), kind="losses")
-
-
-def nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
-    """Negative log-probabilities ``[N]`` of targets of any shape."""
-    chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
-    return jax.nn.logsumexp(logits_NV, axis=1) - chosen_N
+    return on_own_share(of_share, params, arrays, kind="losses")
 
 
 def _in_slices(
-    measure: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], vocab_size: int
-) -> jax.Array:
-    """Computes ``measure(*arrays)``, ``[B, L]``, on one device in slices of positions."""
-    num_rows, num_positions = arrays[-1].shape
+    measure: Callable[..., jax.Array], shape: tuple[int, ...], vocab_size: int
+) -> Callable[..., jax.Array]:
+    """`measure` for arrays ``[B, L, ...]`` of this shape on one device, in slices of positions."""
+    num_rows, num_positions = shape
     limit = _MAX_LOGITS if platform() == "cpu" else _MAX_ACCELERATOR_LOGITS
     slices = 1
     while num_rows * (num_positions // slices) * vocab_size > limit and slices < num_positions:
         slices = next(n for n in range(slices + 1, num_positions + 1) if num_positions % n == 0)
     if slices == 1:
-        return measure(*arrays)
+        return measure
 
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(num_rows, slices, -1, *x.shape[2:]), 1, 0)
 
-    compute = jax.checkpoint(lambda piece: measure(*piece))
-    found = jax.lax.map(compute, tuple(map(split, arrays)))
-    return jnp.moveaxis(found, 0, 1).reshape(num_rows, num_positions)
+    def in_turn(params: Any, *arrays: jax.Array) -> jax.Array:
+        compute = jax.checkpoint(lambda piece: measure(params, *piece))
+        values = jax.lax.map(compute, tuple(map(split, arrays)))
+        return jnp.moveaxis(values, 0, 1).reshape(shape)
+
+    return in_turn
 
 
-def at_read_positions(
-    measure: Callable[..., jax.Array],
-    arrays: tuple[jax.Array, ...],
-    is_read_BL: jax.Array,
-    *,
-    vocab_size: int,
-) -> jax.Array:
-    """Computes ``measure(*arrays)``, ``[B, L]``, on one device at read positions; 0 elsewhere.
+def _at_read_positions(
+    measure: Callable[..., jax.Array], shape: tuple[int, ...], vocab_size: int
+) -> Callable[..., jax.Array]:
+    """`measure` where the last of the given arrays is True, and 0 elsewhere, on one device.
 
     Read positions are moved to the front, and slices without read positions are skipped.
     """
-    num = is_read_BL.size
+    num = shape[0] * shape[1]
     size = min(num, max(8, _MAX_ACCELERATOR_LOGITS // vocab_size // 8 * 8))
     slices = -(-num // size)
-    order_P = jnp.argsort(~is_read_BL.reshape(-1), stable=True)
-    num_read = jnp.sum(is_read_BL)
 
-    def in_front(x: jax.Array) -> jax.Array:
-        ordered = _permuted(x.reshape(num, *x.shape[2:]), order_P)
-        ordered = jnp.pad(ordered, ((0, slices * size - num), *[(0, 0)] * (ordered.ndim - 1)))
-        return ordered.reshape(slices, size, *ordered.shape[1:])
+    def at_read(params: Any, *given: jax.Array) -> jax.Array:
+        *arrays, is_read_BL = given
+        order_P = jnp.argsort(~is_read_BL.reshape(-1), stable=True)
+        num_read = jnp.sum(is_read_BL)
 
-    def one_slice(first: jax.Array, *piece: jax.Array) -> jax.Array:
-        return jax.lax.cond(
-            first < num_read, lambda: measure(*piece), lambda: jnp.zeros(size, jnp.float32)
-        )
+        def in_front(x: jax.Array) -> jax.Array:
+            ordered = _permuted(x.reshape(num, *x.shape[2:]), order_P)
+            ordered = jnp.pad(ordered, ((0, slices * size - num), *[(0, 0)] * (ordered.ndim - 1)))
+            return ordered.reshape(slices, size, *ordered.shape[1:])
 
-    firsts = jnp.arange(slices) * size
-    compute = jax.checkpoint(lambda piece: one_slice(*piece))
-    found_P = jax.lax.map(compute, (firsts, *map(in_front, arrays))).reshape(-1)[:num]
-    # Sorting the indices gives the inverse permutation.
-    found_BL = _permuted(found_P, jnp.argsort(order_P)).reshape(is_read_BL.shape)
-    return jnp.where(is_read_BL, found_BL, 0.0)
+        def one_slice(first: jax.Array, *piece: jax.Array) -> jax.Array:
+            return jax.lax.cond(
+                first < num_read,
+                lambda: measure(params, *piece),
+                lambda: jnp.zeros(size, jnp.float32),
+            )
+
+        firsts = jnp.arange(slices) * size
+        compute = jax.checkpoint(lambda piece: one_slice(*piece))
+        values_P = jax.lax.map(compute, (firsts, *map(in_front, arrays))).reshape(-1)[:num]
+        # Sorting the indices gives the inverse permutation.
+        values_BL = _permuted(values_P, jnp.argsort(order_P)).reshape(shape)
+        return jnp.where(is_read_BL, values_BL, 0.0)
+
+    return at_read
 
 
 @jax.custom_vjp

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dlm_jax.heads.critic import CRITIC, CRITIC_HEAD
-from dlm_jax.heads.head import MAIN, BuiltInHead, Head, HeadInputs, Stage, with_own_parameters
-from dlm_jax.heads.sampler import SAMPLER, SAMPLER_HEAD
+from dlm_jax.heads.critic import CRITIC, CriticHead
+from dlm_jax.heads.head import MAIN, BuiltInHead, Head, Stage
+from dlm_jax.heads.sampler import SAMPLER, SamplerHead
 
-HEADS: tuple[BuiltInHead, ...] = (SAMPLER_HEAD, CRITIC_HEAD)
+HEADS: tuple[BuiltInHead, ...] = (SamplerHead(), CriticHead())
 """The built-in heads, in the order in which they are initialised and their losses are summed."""
 
-__all__ = [
-    "CRITIC", "HEADS", "MAIN", "SAMPLER", "BuiltInHead", "Head", "HeadInputs", "Stage",
-    "with_own_parameters",
-]  # fmt: skip
+__all__ = ["CRITIC", "HEADS", "MAIN", "SAMPLER", "BuiltInHead", "Head", "Stage"]

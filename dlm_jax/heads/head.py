@@ -1,17 +1,17 @@
-"""The declaration of a built-in head, and the record of a head in training."""
+"""The training of a head, and what a built-in head consists of."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.diffusion.losses import Loss
-from dlm_jax.diffusion.objectives import MixedExample
+from dlm_jax.diffusion.objectives import Drawn
 from dlm_jax.types import Network, Params
 
 if TYPE_CHECKING:  # sampling does not need optax
@@ -40,49 +40,22 @@ class Stage:
         return " + ".join(self.groups) or "nothing"
 
 
-class HeadInputs(NamedTuple):
-    """The inputs of the loss of a head.
-
-    Attributes:
-      network: the model.
-      params: all parameters. Unless the head `trains_trunk`, only its own parameters have a
-        gradient.
-      example: the batch, with the examples of the objectives.
-      noise: the result of `Head.draw`.
-      hidden_BLD: output of the trunk for ``example.shown_BL``; None if no head of the stage reads
-        it. No gradient flows through it unless the head `trains_trunk`.
-      stage: the groups that train in this stage.
-    """
-
-    network: Network
-    params: Params
-    example: MixedExample
-    noise: Any
-    hidden_BLD: jax.Array
-    stage: Stage
-
-
-def _no_noise(example: MixedExample, key: jax.Array) -> Any:
-    return ()
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Head:
-    """A head on the trunk. Optimiser groups, stages, metrics and checkpoints are derived from this
-    record.
+    """A head on the trunk: an objective of its own parameters, which reads what the objectives of
+    the model drew. Optimiser groups, stages, metrics and checkpoints are derived from this record.
 
     Attributes:
       name: top-level name of the head's parameters; must end in ``_head``.
-      loss: ``(inputs) -> Loss``, in nats or another unit.
-      draw: ``(example, key) -> noise``, a pytree of random values and totals, drawn for the whole
+      loss: ``(network, params, drawn) -> Loss``, in nats or another unit. `drawn` is the `Drawn` of
+        the batch, with what `draw` returned as ``noise`` and the trunk's output as ``hidden_BLD``.
+        Only the head's own parameters have a gradient, unless it `trains_trunk`. ``network.heads``
+        lacks the heads that do not train yet.
+      draw: ``(drawn, key) -> noise``, a pytree of random values and totals, drawn for the whole
         batch before it is split into microbatches. Each leaf is ``[B, ...]`` or a scalar.
       init: ``(key) -> params``; None if `Network.init` creates the parameters.
-      metric: metric name of the loss; if empty, the head's name without ``_head``.
-      reads_hidden: whether the loss reads `HeadInputs.hidden_BLD`.
       trains_trunk: whether the gradient flows into other parameters. If False, the other parameters
         are bitwise equal to those of a run without the head.
-      joins_main: whether the parameters belong to the main optimiser group and train with it;
-        `start`, `end` and `optimizer` are then ignored.
       start: first step at which the head is trained.
       end: step at which the loss reaches its full weight, after growing linearly from 0 at `start`.
         If `end` is not after `start`, the loss has its full weight from the start.
@@ -94,13 +67,10 @@ class Head:
     """
 
     name: str
-    loss: Callable[[HeadInputs], Loss]
-    draw: Callable[[MixedExample, jax.Array], Any] = _no_noise
+    loss: Callable[[Network, Params, Drawn], Loss]
+    draw: Callable[[Drawn, jax.Array], Any] = lambda drawn, key: ()
     init: Callable[[jax.Array], Params] | None = None
-    metric: str = ""
-    reads_hidden: bool = True
     trains_trunk: bool = False
-    joins_main: bool = False
     start: int = 0
     end: int = 0
     weight: float | None = None
@@ -110,14 +80,13 @@ class Head:
     def __post_init__(self) -> None:
         if not self.name.endswith("_head") or "/" in self.name:
             raise ValueError(f"the name of head {self.name!r} does not end in '_head'; rename it")
-        if not self.metric:
-            object.__setattr__(self, "metric", self.name.removesuffix("_head"))
         if self.stream < 0:
             object.__setattr__(self, "stream", zlib.crc32(self.name.encode()))
 
     @property
-    def group(self) -> str:
-        return MAIN if self.joins_main else self.name
+    def metric(self) -> str:
+        """The metric of the loss: the head's name without ``_head``."""
+        return self.name.removesuffix("_head")
 
     def trains_at(self, step: int) -> bool:
         """Returns whether the loss has a nonzero weight at a step (counted from 0)."""
@@ -132,38 +101,28 @@ class Head:
         return full * jnp.clip((step - self.start) / (self.end - self.start), 0.0, 1.0)
 
 
-@dataclass(frozen=True)
 class BuiltInHead:
-    """A head that a config can add to a model, with its settings, its layers and its training.
+    """A head that a config can add to a model: its layers, its function and its training.
 
-    `config` arguments are sections of a config, which this declaration is a part of.
+    `config` arguments are sections of a config.
 
     Attributes:
       name: top-level name of the head's parameters; must end in ``_head``.
-      make: ``(setup) -> Head``, for a `dlm_jax.training.Setup`.
-      layers: ``(config, linear, norm) -> layers``: the layers by name, in order of initialisation,
-        for the section ``[model]``. They are created by ``linear(fan_in, fan_out, scale=...,
-        bias=False)`` and ``norm(size)``.
-      function: ``(config, layers_of, readout) -> Any``: the entry of the head in `Network.heads`.
-        ``layers_of(params)`` has the layers as attributes.
       switch: the key of ``[model]`` that adds the head.
+      start: the key of ``[heads]`` with the first step at which the head is trained; empty if it
+        trains from the first step.
       model: settings of ``[model]`` by key, as `setting` fields. Their traits are ``OWN`` and
         ``IDLE``, because published models have no such heads.
       training: settings of ``[heads]`` by key, as `setting` fields.
-      start: the key of ``[heads]`` with the first step at which the head is trained; empty if it
-        trains from the first step.
       sampling: keys of ``[sample]`` that the head's training reads.
       attention: values of ``model.attention_type`` that the head supports.
     """
 
     name: str
-    make: Callable[[Any], Head]
-    layers: Callable[..., dict[str, Any]]
-    function: Callable[..., Any]
     switch: str
-    model: Mapping[str, Any] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
     start: str = ""
+    model: Mapping[str, Any] = {}
+    training: Mapping[str, Any] = {}
     sampling: tuple[str, ...] = ()
     attention: tuple[str, ...] = ("bidirectional",)
 
@@ -176,19 +135,23 @@ class BuiltInHead:
         """Whether the section ``[model]`` adds the head."""
         return getattr(config, self.switch)
 
+    def layers(self, config: Any, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
+        """The layers by name, in order of initialisation, for the section ``[model]``.
+
+        They are created by ``linear(fan_in, fan_out, scale=..., bias=False)`` and ``norm(size)``.
+        """
+        raise NotImplementedError
+
+    def function(self, config: Any, layers_of: Callable[[Params], Any], readout: Any) -> Any:
+        """The entry of the head in `Network.heads`. ``layers_of(params)`` has the layers as
+        attributes, and ``readout`` is `Network.readout`.
+        """
+        raise NotImplementedError
+
+    def training_of(self, setup: Any) -> Head:
+        """The training of the head, for a `dlm_jax.training.Setup`."""
+        raise NotImplementedError
+
     def __call__(self, setup: Any) -> Head | None:
-        """The record of the head, or None for a model without it."""
-        return self.make(setup) if self.is_added(setup.config.model) else None
-
-
-def with_own_parameters(network: Network, heads: tuple[Head, ...]) -> Network:
-    """Returns the network with an `init` that also calls the `init` functions of the heads."""
-    inits = {head.name: (head.stream, head.init) for head in heads if head.init is not None}
-    if not inits:
-        return network
-
-    def init(key: jax.Array) -> Params:
-        own = {name: make(jax.random.fold_in(key, at)) for name, (at, make) in inits.items()}
-        return network.init(key) | own
-
-    return replace(network, init=init)
+        """The training of the head, or None for a model without it."""
+        return self.training_of(setup) if self.is_added(setup.config.model) else None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.diffusion.losses import Loss, divergence, hidden_of, nll, read_out
-from dlm_jax.diffusion.objectives import MixedExample
-from dlm_jax.heads.head import BuiltInHead, Head, HeadInputs
+from dlm_jax.diffusion.objectives import Drawn
+from dlm_jax.heads.head import BuiltInHead, Head
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.settings import SettingError, setting
 from dlm_jax.types import Network, Params
@@ -21,167 +21,14 @@ REVEAL = 0.7
 """Default of ``heads.sampler_reveal``, measured in benchmarks/results/sampler_head.md."""
 
 
-def sampler_layers(
-    config: Any, linear: Callable[..., Any], norm: Callable[[int], Any]
-) -> dict[str, Any]:
-    """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
+class SamplerHead(BuiltInHead):
+    """The sampler head, which predicts the token in a hole from hidden vector and neighbours."""
 
-    The LM head maps the MLP's features to logits. The input includes ``model.sampler_context``
-    neighbours on each side, by default one. With ``model.sampler_residual``, the second layer has
-    no SiLU and is initialised to zero, and its output is added to the hidden vector.
-    """
-    width, inner = config.width, config.sampler_width or config.width
-    return {
-        "inner": linear((1 + 2 * config.sampler_context) * width, inner, scale=1.0),
-        "inner_norm": norm(inner),
-        "out": linear(inner, width, scale=0.0 if config.sampler_residual else 1.0),
-        "out_norm": norm(width),
-    }
-
-
-def sampler_function(
-    config: Any, layers_of: Callable[[Params], Any], readout: Callable[..., jax.Array]
-) -> SamplerReadout:
-    """The logits of the head; the nearest neighbour comes first, and missing ones are zero."""
-
-    def features(layers: Any, inner_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
-        x_ND = layers.inner_norm(jax.nn.silu(inner_NH))
-        if config.sampler_residual:
-            return layers.out_norm(hidden_ND + layers.out(x_ND))
-        return layers.out_norm(jax.nn.silu(layers.out(x_ND)))
-
-    def whole(
-        params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
-    ) -> jax.Array:
-        layers, num = layers_of(params), hidden_ND.shape[0]
-        parts = (left_NCD.reshape(num, -1), hidden_ND, right_NCD.reshape(num, -1))
-        together = jnp.concatenate([x.astype(hidden_ND.dtype) for x in parts], axis=1)
-        return readout(params, features(layers, layers.inner(together), hidden_ND))
-
-    def sides(params: Params, vector_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # The first layer is linear, so each vector's contribution can be computed once.
-        kernel = layers_of(params).inner.kernel[...].astype(vector_VD.dtype)
-        num, width = vector_VD.shape
-        reach = (kernel.shape[0] // width - 1) // 2
-        parts = kernel.reshape(1 + 2 * reach, width, -1)
-
-        def table(parts_CDH: jax.Array) -> jax.Array:
-            flat = vector_VD @ jnp.moveaxis(parts_CDH, 0, 1).reshape(width, -1)
-            return flat.reshape(num, reach, -1)
-
-        return table(parts[:reach]), table(parts[reach + 1 :])
-
-    def from_sides(params: Params, sides_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
-        layers, width = layers_of(params), hidden_ND.shape[1]
-        kernel = layers.inner.kernel[...].astype(hidden_ND.dtype)
-        first = (kernel.shape[0] - width) // 2
-        own_NH = hidden_ND @ kernel[first : first + width]
-        inner_NH = own_NH + sides_NH.astype(hidden_ND.dtype)
-        return readout(params, features(layers, inner_NH, hidden_ND))
-
-    return SamplerReadout(whole, config.sampler_context, sides, from_sides)
-
-
-def sampler_head(setup: Any) -> Head:
-    """The training of the sampler head.
-
-    The loss is ``(1 - s)`` times the mean cross-entropy over all supervised positions plus ``s``
-    times the divergence from the trunk (`trunk_loss`), where ``s`` is
-    ``heads.sampler_trunk_share``.
-
-    Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees and
-    has no use in sampling (benchmarks/results/sampler_head.md, "as described"), so that masked
-    noise warns and other processes, where the head would have no neighbours at all, raise
-    `SettingError`.
-    """
-    settings, mask_id = setup.config.heads, setup.mask_id
-    is_masked = setup.config.objective.noise_process.is_masked
-    share = settings.sampler_trunk_share
-    if settings.sampler_reveal == 0:
-        if not is_masked:
-            raise SettingError(
-                "objective.process",
-                setup.config.objective.process,
-                "trains the sampler head without neighbours if heads.sampler_reveal=0",
-                f"use heads.sampler_reveal={REVEAL}",
-                ("heads.sampler_reveal",),
-            )
-        warnings.warn(
-            "heads.sampler_reveal=0 trains a sampler head that fills no better than the LM head; "
-            f"use {REVEAL}",
-            stacklevel=3,
-        )
-
-    def is_asked_BL(example: MixedExample, is_revealed_BL: jax.Array) -> jax.Array:
-        """True at holes in the divergence: those that are supervised and not revealed."""
-        is_hole_BL = (example.shown_BL == mask_id) & ~is_revealed_BL
-        return is_hole_BL & example.is_supervised_BL()
-
-    def draw(example: MixedExample, key: jax.Array) -> tuple[jax.Array, ...]:
-        """The revealed positions, the number of supervised positions, and, if the divergence is
-        used, its number of holes.
-        """
-        is_revealed_BL = jax.random.uniform(key, example.shown_BL.shape) < settings.sampler_reveal
-        num_supervised = jnp.sum(example.is_supervised_BL()).astype(jnp.float32)
-        if not share:
-            return is_revealed_BL, num_supervised
-        num_asked = jnp.sum(is_asked_BL(example, is_revealed_BL)).astype(jnp.float32)
-        return is_revealed_BL, num_supervised, num_asked
-
-    def loss(inputs: HeadInputs) -> Loss:
-        example, (is_revealed_BL, num_supervised, *num_asked) = inputs.example, inputs.noise
-        network, params, tokens_BL = inputs.network, inputs.params, example.batch.tokens_BL
-        read = prepare_sampler_inputs(
-            network,
-            params,
-            example.shown_BL,
-            tokens_BL,
-            inputs.hidden_BLD,
-            example.batch.length_B,
-            is_revealed_BL,
-            mask_id=mask_id,
-            is_noised_BL=None if is_masked else example.is_supervised_BL(),
-        )
-        plain = sampler_loss(
-            network,
-            params,
-            read,
-            tokens_BL,
-            example.is_supervised_BL(),
-            num_supervised,
-            mask_id=mask_id,
-        )
-        if not share:
-            return plain
-        taught = trunk_loss(
-            network,
-            params,
-            read,
-            example.shown_BL,
-            tokens_BL,
-            example.batch.length_B,
-            is_revealed_BL,
-            is_asked_BL(example, is_revealed_BL),
-            num_asked[0],
-            mask_id=mask_id,
-        )
-        # Both losses are means. The second sum is rescaled to the weight of the first, so that
-        # their combination is a mean too.
-        scale = num_supervised / jnp.maximum(taught.weight, 1.0)
-        return Loss((1.0 - share) * plain.sum + share * scale * taught.sum, num_supervised)
-
-    return Head(
-        name=SAMPLER, draw=draw, loss=loss, start=settings.start_sampler_iteration, stream=0
-    )
-
-
-SAMPLER_HEAD = BuiltInHead(
-    name=SAMPLER,
-    make=sampler_head,
-    layers=sampler_layers,
-    function=sampler_function,
-    switch="add_sampler_head",
-    model={
+    name = SAMPLER
+    switch = "add_sampler_head"
+    start = "start_sampler_iteration"
+    attention = ("bidirectional", "block_causal")
+    model = {
         "add_sampler_head": setting(
             False,
             "add a head that uses the neighbours of a hole, for coherent parallel filling",
@@ -199,8 +46,8 @@ SAMPLER_HEAD = BuiltInHead(
             False,
             "add the sampler head's output, initially zero, to the hidden vector",
         ),
-    },
-    training={
+    }
+    training = {
         "start_sampler_iteration": setting(
             0, "number of steps before the sampler head starts to train", low=0
         ),
@@ -219,49 +66,161 @@ SAMPLER_HEAD = BuiltInHead(
             low=0,
             high=1,
         ),
-    },
-    start="start_sampler_iteration",
-    attention=("bidirectional", "block_causal"),
-)
-"""The sampler head, which predicts the token in a hole from its hidden vector and neighbours."""
+    }
 
+    def layers(self, config: Any, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
+        """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
 
-class SamplerInputs(NamedTuple):
-    """Inputs of the sampler head at each position, without gradients.
+        The LM head maps the MLP's features to logits. The input includes ``model.sampler_context``
+        neighbours on each side, by default one. With ``model.sampler_residual``, the second layer
+        has no SiLU and is initialised to zero, and its output is added to the hidden vector.
+        """
+        width, inner = config.width, config.sampler_width or config.width
+        return {
+            "inner": linear((1 + 2 * config.sampler_context) * width, inner, scale=1.0),
+            "inner_norm": norm(inner),
+            "out": linear(inner, width, scale=0.0 if config.sampler_residual else 1.0),
+            "out_norm": norm(width),
+        }
 
-    Attributes:
-      left_BLCD: embeddings of the ``C`` positions to the left, nearest first; zero vectors for
-          missing neighbours.
-      hidden_BLD: the trunk's hidden vectors.
-      right_BLCD: like `left_BLCD`, but for the positions to the right.
-    """
+    def function(self, config: Any, layers_of: Callable[[Params], Any], readout: Any) -> Any:
+        """The logits of the head; the nearest neighbour comes first, and missing ones are zero."""
 
-    left_BLCD: jax.Array
-    hidden_BLD: jax.Array
-    right_BLCD: jax.Array
+        def features(layers: Any, inner_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
+            x_ND = layers.inner_norm(jax.nn.silu(inner_NH))
+            if config.sampler_residual:
+                return layers.out_norm(hidden_ND + layers.out(x_ND))
+            return layers.out_norm(jax.nn.silu(layers.out(x_ND)))
+
+        def whole(
+            params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
+        ) -> jax.Array:
+            layers, num = layers_of(params), hidden_ND.shape[0]
+            parts = (left_NCD.reshape(num, -1), hidden_ND, right_NCD.reshape(num, -1))
+            together = jnp.concatenate([x.astype(hidden_ND.dtype) for x in parts], axis=1)
+            return readout(params, features(layers, layers.inner(together), hidden_ND))
+
+        def sides(params: Params, vector_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
+            # The first layer is linear, so each vector's contribution can be computed once.
+            kernel = layers_of(params).inner.kernel[...].astype(vector_VD.dtype)
+            num, width = vector_VD.shape
+            reach = (kernel.shape[0] // width - 1) // 2
+            parts = kernel.reshape(1 + 2 * reach, width, -1)
+
+            def table(parts_CDH: jax.Array) -> jax.Array:
+                flat = vector_VD @ jnp.moveaxis(parts_CDH, 0, 1).reshape(width, -1)
+                return flat.reshape(num, reach, -1)
+
+            return table(parts[:reach]), table(parts[reach + 1 :])
+
+        def from_sides(params: Params, sides_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
+            layers, width = layers_of(params), hidden_ND.shape[1]
+            kernel = layers.inner.kernel[...].astype(hidden_ND.dtype)
+            first = (kernel.shape[0] - width) // 2
+            own_NH = hidden_ND @ kernel[first : first + width]
+            inner_NH = own_NH + sides_NH.astype(hidden_ND.dtype)
+            return readout(params, features(layers, inner_NH, hidden_ND))
+
+        return SamplerReadout(whole, config.sampler_context, sides, from_sides)
+
+    def training_of(self, setup: Any) -> Head:
+        """The training of the sampler head.
+
+        The loss is ``(1 - s)`` times the mean cross-entropy over all supervised positions plus
+        ``s`` times the divergence from the trunk (`trunk_loss`), where ``s`` is
+        ``heads.sampler_trunk_share``.
+
+        Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees
+        and has no use in sampling (benchmarks/results/sampler_head.md, "as described"), so that
+        masked noise warns and other processes, where the head would have no neighbours at all,
+        raise `SettingError`.
+        """
+        settings, mask_id = setup.config.heads, setup.mask_id
+        is_masked = setup.config.objective.noise_process.is_masked
+        share = settings.sampler_trunk_share
+        if settings.sampler_reveal == 0:
+            if not is_masked:
+                raise SettingError(
+                    "objective.process",
+                    setup.config.objective.process,
+                    "trains the sampler head without neighbours if heads.sampler_reveal=0",
+                    f"use heads.sampler_reveal={REVEAL}",
+                    ("heads.sampler_reveal",),
+                )
+            warnings.warn(
+                "heads.sampler_reveal=0 trains a sampler head that fills no better than the LM "
+                f"head; use {REVEAL}",
+                stacklevel=3,
+            )
+
+        def is_asked_BL(drawn: Drawn, is_revealed_BL: jax.Array) -> jax.Array:
+            """True at holes in the divergence: those that are supervised and not revealed."""
+            return (drawn.shown_BL == mask_id) & ~is_revealed_BL & drawn.is_supervised_BL()
+
+        def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, ...]:
+            """The revealed positions, the number of supervised positions, and, if the divergence is
+            used, its number of holes.
+            """
+            is_revealed_BL = jax.random.uniform(key, drawn.shown_BL.shape) < settings.sampler_reveal
+            counted = [drawn.is_supervised_BL()]
+            if share:
+                counted.append(is_asked_BL(drawn, is_revealed_BL))
+            return is_revealed_BL, *(jnp.sum(x).astype(jnp.float32) for x in counted)
+
+        def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
+            is_revealed_BL, num_supervised, *num_asked = drawn.noise
+            inputs = prepare_sampler_inputs(
+                network,
+                params,
+                drawn,
+                is_revealed_BL,
+                mask_id=mask_id,
+                is_noised_BL=None if is_masked else drawn.is_supervised_BL(),
+            )
+            plain = sampler_loss(network, params, inputs, drawn, num_supervised, mask_id=mask_id)
+            if not share:
+                return plain
+            taught = trunk_loss(
+                network,
+                params,
+                inputs,
+                drawn,
+                is_revealed_BL,
+                is_asked_BL(drawn, is_revealed_BL),
+                num_asked[0],
+                mask_id=mask_id,
+            )
+            # Both losses are means. The second sum is rescaled to the weight of the first, so that
+            # their combination is a mean too.
+            scale = num_supervised / jnp.maximum(taught.weight, 1.0)
+            return Loss((1.0 - share) * plain.sum + share * scale * taught.sum, num_supervised)
+
+        return Head(
+            name=SAMPLER, draw=draw, loss=loss, start=settings.start_sampler_iteration, stream=0
+        )
 
 
 def prepare_sampler_inputs(
     network: Network,
     params: Params,
-    shown_BL: jax.Array,
-    tokens_BL: jax.Array,
-    hidden_BLD: jax.Array,
-    length_B: jax.Array,
+    drawn: Drawn,
     is_revealed_BL: jax.Array,
     *,
     mask_id: int,
     is_noised_BL: jax.Array | None = None,
-) -> SamplerInputs:
-    """Inputs of the sampler head at every position of a batch.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The inputs of the sampler head at every position of a batch, through which no gradient flows.
+
+    They are the embeddings of the ``C`` positions to the left, nearest first, ``[B, L, C, D]``, the
+    trunk's hidden vectors, and the embeddings to the right. Missing neighbours are zero vectors.
 
     Neighbours are tokens on the shown canvas. MASK, PAD and positions outside the row do not count
     as neighbours. A revealed position is a hole that shows its true token to its neighbours, as if
     a wave had filled it. Where `is_noised_BL` is True, a token may be noise, which is treated like
-    a hole. `hidden_BLD` is the output of the trunk for `shown_BL` (`hidden_of`). In a block-causal
-    model, neighbours in earlier blocks are their true tokens, and those in later blocks are
-    missing, as when the block is sampled.
+    a hole. In a block-causal model, neighbours in earlier blocks are their true tokens, and those
+    in later blocks are missing, as when the block is sampled.
     """
+    (tokens_BL, length_B, _), shown_BL = drawn.batch, drawn.shown_BL
     num_positions, size = shown_BL.shape[1], network.block_length
     place_1L = jnp.arange(num_positions)[None]
     is_hole_BL = shown_BL == mask_id
@@ -279,28 +238,24 @@ def prepare_sampler_inputs(
     def beside(offset: int) -> jax.Array:
         index_1L = place_1L + offset
         is_inside_1L = (index_1L >= 0) & (index_1L < num_positions)
-        found_BLD = jnp.roll(vector_BLD, -offset, axis=1)
+        beside_BLD = jnp.roll(vector_BLD, -offset, axis=1)
         if size:
             later_1L1 = (index_1L // size - place_1L // size)[:, :, None]
-            found_BLD = jnp.where(later_1L1 > 0, 0.0, found_BLD)
-            found_BLD = jnp.where(later_1L1 < 0, jnp.roll(clean_BLD, -offset, axis=1), found_BLD)
-        return jnp.where(is_inside_1L[:, :, None], found_BLD, 0.0)
+            beside_BLD = jnp.where(later_1L1 > 0, 0.0, beside_BLD)
+            beside_BLD = jnp.where(later_1L1 < 0, jnp.roll(clean_BLD, -offset, axis=1), beside_BLD)
+        return jnp.where(is_inside_1L[:, :, None], beside_BLD, 0.0)
 
     reach = range(1, network.heads["sampler"].context + 1)
-    inputs = SamplerInputs(
-        left_BLCD=jnp.stack([beside(-offset) for offset in reach], axis=2),
-        hidden_BLD=hidden_BLD,
-        right_BLCD=jnp.stack([beside(offset) for offset in reach], axis=2),
-    )
-    return jax.lax.stop_gradient(inputs)
+    left_BLCD = jnp.stack([beside(-offset) for offset in reach], axis=2)
+    right_BLCD = jnp.stack([beside(offset) for offset in reach], axis=2)
+    return jax.lax.stop_gradient((left_BLCD, drawn.hidden_BLD, right_BLCD))
 
 
 def sampler_loss(
     network: Network,
     params: Params,
-    inputs: SamplerInputs,
-    targets_BL: jax.Array,
-    is_supervised_BL: jax.Array,
+    inputs: tuple[jax.Array, jax.Array, jax.Array],
+    drawn: Drawn,
     total: jax.Array,
     *,
     mask_id: int,
@@ -311,12 +266,13 @@ def sampler_loss(
     gets no gradient. `total` is the number of supervised positions in the whole batch.
     """
     params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}
+    is_supervised_BL = drawn.is_supervised_BL()
     nll_BL = read_out(
         nll,
         network.heads["sampler"].readout,
         params,
-        tuple(inputs),
-        (targets_BL,),
+        inputs,
+        (drawn.batch.tokens_BL,),
         vocab_size=network.vocab_size,
         mask_id=mask_id,
         is_read_BL=is_supervised_BL,
@@ -327,10 +283,8 @@ def sampler_loss(
 def trunk_loss(
     network: Network,
     params: Params,
-    inputs: SamplerInputs,
-    shown_BL: jax.Array,
-    tokens_BL: jax.Array,
-    length_B: jax.Array,
+    inputs: tuple[jax.Array, jax.Array, jax.Array],
+    drawn: Drawn,
     is_revealed_BL: jax.Array,
     is_asked_BL: jax.Array,
     total: jax.Array,
@@ -347,12 +301,13 @@ def trunk_loss(
     which are not revealed, and `total` is their number in the whole batch.
     """
     frozen = jax.lax.stop_gradient(params)
+    (tokens_BL, length_B, _), shown_BL = drawn.batch, drawn.shown_BL
     seen_BL = jnp.where(is_revealed_BL & (shown_BL == mask_id), tokens_BL, shown_BL)
     hidden_BLD = jax.lax.stop_gradient(hidden_of(network, frozen, seen_BL, tokens_BL, length_B))
     nats_BL = divergence(
         (network.readout, network.heads["sampler"].readout),
         (frozen, frozen | {SAMPLER: params[SAMPLER]}),
-        ((hidden_BLD,), tuple(inputs)),
+        ((hidden_BLD,), inputs),
         is_asked_BL,
         vocab_size=network.vocab_size,
         mask_id=mask_id,

@@ -12,7 +12,6 @@ at i - 1, as if the input were shifted. Position 0 is hidden.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,15 +27,11 @@ from dlm_jax.model.attention import (
     CachedLayer,
     KeyValue,
     as_it_lies,
-    attend_beside_clean,
     attend_beside_kept,
     rotary_angles,
     rows_of,
     seen_keys,
 )
-from dlm_jax.model.context import attend_beside_gathered, noisy_in_order, paired, pieces_of
-from dlm_jax.model.kernels import cpu
-from dlm_jax.model.layers import rematerialised
 from dlm_jax.model.lora import stacks
 from dlm_jax.types import CachedTrunk, Params, Window, left_of
 
@@ -102,13 +97,7 @@ def cached_trunk(
     """
     made = _Pieces(config, embed, block, norm)
     return CachedTrunk(
-        made.block_length,
-        made.init,
-        made.whole,
-        made.window,
-        made.store,
-        made.beside_clean if made.block_length > 1 else None,
-        made.ready,
+        made.block_length, made.init, made.whole, made.window, made.store, made.ready
     )
 
 
@@ -284,45 +273,6 @@ class _Pieces:
     def _seen(self, kept: jax.Array, num_seen: int) -> jax.Array:
         """The first `num_seen` positions of a layer of an unrolled cache, ``[N, G, S, K]``."""
         return kept.reshape(*kept.shape[:2], -1, self.head_size)[:, :, :num_seen]
-
-    def beside_clean(
-        self,
-        params: Params,
-        shown_BL: jax.Array,
-        clean_BL: jax.Array,
-        length_B: jax.Array,
-        *,
-        block_length: int = 0,
-    ) -> jax.Array:
-        num_positions = shown_BL.shape[1]
-        block_length = block_length or self.block_length
-        pieces = pieces_of(num_positions, block_length)
-        angles, attend, keys = self.angles(num_positions), attend_beside_clean, "keys"
-        if pieces is None:
-            tokens = jnp.concatenate([shown_BL, clean_BL])
-        else:
-            tokens = paired(shown_BL, clean_BL, pieces)
-            position_L = pieces.position(np.arange(num_positions))
-            angles = tuple(table_LK[position_L] for table_LK in angles)
-            attend = functools.partial(attend_beside_gathered, pieces=pieces)
-            keys = "queries"
-
-        def layer(x: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
-            length_B, turns = context
-            return self.block(block).around(
-                x,
-                turns,
-                lambda q, k, v: attend(q, k, v, length_B, block_length=block_length),
-                keys,
-            )
-
-        layer = rematerialised(layer, self.config)
-        x = self.embed(params, tokens)
-        for blocks in stacks(params):
-            x = cpu.run_blocks(layer, x, blocks, (length_B, angles))
-        x = x[: shown_BL.shape[0]] if pieces is None else noisy_in_order(x, pieces)
-        x_BLD = self.norm(params, x)
-        return one_later(x_BLD) if self.is_shifted else x_BLD
 
     def ready(self, params: Params) -> Params:
         if not self.is_unrolled or "layers" in params:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -22,6 +23,7 @@ from dlm_jax.heads import HEADS, BuiltInHead
 from dlm_jax.model.attention import (
     apart,
     attend,
+    attend_beside_clean,
     attend_in_blocks,
     attention_weights,
     rotary_angles,
@@ -29,6 +31,7 @@ from dlm_jax.model.attention import (
 )
 from dlm_jax.model.cached import cached_trunk, one_later, shifted
 from dlm_jax.model.canvas import Canvases, stacks_of
+from dlm_jax.model.context import attend_beside_gathered, noisy_in_order, paired, pieces_of
 from dlm_jax.model.experts import Experts
 from dlm_jax.model.kernels import cpu
 from dlm_jax.model.layers import GATES, Linear, Matrix, Norm, embed, rematerialised, unit_norm
@@ -37,14 +40,11 @@ from dlm_jax.randomness import key_of
 from dlm_jax.types import Inside, Network, Params
 
 
-class HeadLayers(nnx.Module):
-    """The layers of a built-in head, as attributes."""
-
-    def __init__(self, head: BuiltInHead, config: ModelConfig, *, rngs: nnx.Rngs):
-        linear = functools.partial(Linear, bias=False, rngs=rngs)
-        norm = functools.partial(Norm, kind=config.norm, epsilon=config.norm_epsilon)
-        for name, layer in head.layers(config, linear, norm).items():
-            setattr(self, name, layer)
+def head_layers(head: BuiltInHead, config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Dict:
+    """The layers of a built-in head."""
+    linear = functools.partial(Linear, bias=False, rngs=rngs)
+    norm = functools.partial(Norm, kind=config.norm, epsilon=config.norm_epsilon)
+    return nnx.Dict(head.layers(config, linear, norm))
 
 
 class Attention(nnx.Module):
@@ -274,7 +274,7 @@ class Transformer(nnx.Module):
         # Heads are initialised last, so that the other parameters do not depend on them.
         for head in HEADS:
             is_added = head.is_added(config)
-            setattr(self, head.name, HeadLayers(head, config, rngs=rngs) if is_added else None)
+            setattr(self, head.name, head_layers(head, config, rngs=rngs) if is_added else None)
 
 
 @functools.cache
@@ -354,6 +354,11 @@ def build(config: ModelConfig) -> Network:
         config.vocab_size,
         logits_of=logits_of,
         cached=cached_trunk(config, vectors_of, module_of, final_norm),
+        beside_clean=(
+            _beside_clean_of(config, vectors_of, module_of, final_norm)
+            if config.attention_type == "block_causal"
+            else None
+        ),
         is_matrix=is_matrix,
         inside=_inside_of(config, vectors_of, module_of, final_norm),
         heads={
@@ -363,6 +368,57 @@ def build(config: ModelConfig) -> Network:
         },
         predicts_first=config.predicts_first,
     )
+
+
+def _beside_clean_of(
+    config: ModelConfig,
+    vectors_of: Callable[[Params, jax.Array], jax.Array],
+    module_of: Callable[[Params], Any],
+    final_norm: Callable[[Params, jax.Array], jax.Array],
+) -> Callable[..., jax.Array]:
+    """Makes `Network.beside_clean`, which runs the noisy and the clean rows side by side."""
+
+    def beside_clean(
+        params: Params,
+        shown_BL: jax.Array,
+        clean_BL: jax.Array,
+        length_B: jax.Array,
+        *,
+        block_length: int = config.block_length,
+    ) -> jax.Array:
+        num_positions = shown_BL.shape[1]
+        pieces = pieces_of(num_positions, block_length)
+        angles = rotary_angles(
+            num_positions, config.rotary_size, config.rope_theta, config.rope_scaling
+        )
+        attend, keys = attend_beside_clean, "keys"
+        if pieces is None:
+            tokens = jnp.concatenate([shown_BL, clean_BL])
+        else:
+            tokens = paired(shown_BL, clean_BL, pieces)
+            position_L = pieces.position(np.arange(num_positions))
+            angles = tuple(table_LK[position_L] for table_LK in angles)
+            attend = functools.partial(attend_beside_gathered, pieces=pieces)
+            keys = "queries"
+
+        def layer(x: jax.Array, block: Params, context: tuple[Any, ...]) -> jax.Array:
+            length_B, turns = context
+            return module_of(block).around(
+                x,
+                turns,
+                lambda q, k, v: attend(q, k, v, length_B, block_length=block_length),
+                keys,
+            )
+
+        layer = rematerialised(layer, config)
+        x = vectors_of(params, tokens)
+        for blocks in stacks(params):
+            x = cpu.run_blocks(layer, x, blocks, (length_B, angles))
+        x = x[: shown_BL.shape[0]] if pieces is None else noisy_in_order(x, pieces)
+        x_BLD = final_norm(params, x)
+        return one_later(x_BLD) if config.logit_alignment == "shifted" else x_BLD
+
+    return beside_clean
 
 
 def _inside_of(
@@ -470,6 +526,7 @@ def _head_function(
     head: BuiltInHead, config: ModelConfig, readout: Callable[..., jax.Array]
 ) -> Any:
     """The entry of a head in `Network.heads`."""
-    made = nnx.eval_shape(lambda: HeadLayers(head, config, rngs=nnx.Rngs(params=key_of(0))))
-    graph = nnx.split(made)[0]
+    graph, _ = nnx.split(
+        nnx.eval_shape(lambda: head_layers(head, config, rngs=nnx.Rngs(params=key_of(0))))
+    )
     return head.function(config, lambda params: nnx.merge(graph, params[head.name]), readout)

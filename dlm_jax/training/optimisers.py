@@ -315,26 +315,25 @@ def make_grouped_optimizer(
     """Returns the gradient transformation of a stage, with one group for the model and one per
     head. `matrices` are as in `make_optimizer`; in the main group, heads have none.
 
-    The main group contains the model and the heads with `joins_main`. This group uses
-    `make_optimizer`, or a custom optimiser whose updates are multiplied by the schedule. Every
-    other head has a group with its own optimiser. The default optimiser of a head is gradient
-    clipping to a norm of ``heads.clip`` and AdamW, with a warm-up and cosine that start when the
-    training of the head starts. With ``heads.train_main = false`` the model has no optimiser state,
-    and with adapters only the adapters have an optimiser state. The state has the same structure in
-    every stage. The state and parameters of groups that do not train are unchanged.
+    The main group contains the model. This group uses `make_optimizer`, or a custom optimiser whose
+    updates are multiplied by the schedule. Every head has a group with its own optimiser. The
+    default optimiser of a head is gradient clipping to a norm of ``heads.clip`` and AdamW, with a
+    warm-up and cosine that start when the training of the head starts. With
+    ``heads.train_main = false`` the model has no optimiser state, and with adapters only the
+    adapters have an optimiser state. The state has the same structure in every stage. The state and
+    parameters of groups that do not train are unchanged.
     """
     trunk = _without_heads(matrices, heads)
     main = own or make_optimizer(optim, num_steps=num_steps, matrices=trunk, schedule=schedule)
     if own is not None and schedule is not None:
         main = optax.chain(own, optax.scale_by_schedule(schedule))
-    apart = [head for head in heads if head.group != MAIN]
-    if not apart and not stage.adapts:
+    if not heads and not stage.adapts:
         return main
     # Frozen parameters have no optimiser state.
     kept = optax.set_to_zero()
     groups = {KEPT: kept} if stage.adapts else {}
     groups[MAIN] = main if settings.train_main else kept
-    for head in apart:
+    for head in heads:
         left = max(1, num_steps - head.start)
         make = head.optimizer or functools.partial(_head_optimizer, optim, settings, matrices)
         groups[head.name] = make(left)
@@ -408,7 +407,7 @@ def learning_rates(
         rate = rate_of(peak, optim, num_steps=num_steps, schedule=schedule)
         rates[name] = float(np.asarray(rate(step)))
     for head in heads:
-        if head.group != MAIN and stage.trains(head.group) and head.optimizer is None:
+        if stage.trains(head.name) and head.optimizer is None:
             rate = _head_rate(config.optim, config.heads, max(1, num_steps - head.start))
             first = head.start + (head.end > head.start)
             rates[f"{head.metric}_learning_rate"] = float(np.asarray(rate(step - first)))

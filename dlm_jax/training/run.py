@@ -1082,7 +1082,7 @@ def _acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> N
 
 def _check_adds_up(setup: Setup, task: Task, state: TrainState) -> None:
     """Raises ValueError if custom losses of any stage cannot be computed in microbatches."""
-    groups = dict.fromkeys((MAIN, *(head.group for head in task.heads)))
+    groups = dict.fromkeys((MAIN, *(head.name for head in task.heads)))
     if not setup.config.heads.train_main:
         del groups[MAIN]
     stage = Stage(tuple(groups), setup.config.model.lora_rank > 0)

@@ -5,25 +5,32 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from dlm_jax.config import Config, ModelConfig
+from dlm_jax.config import ModelConfig
 from dlm_jax.data import Setup
+from dlm_jax.diffusion.canvas_denoising import canvas_denoising
+from dlm_jax.diffusion.corruption import SCHEDULES
 from dlm_jax.diffusion.likelihood import costs, half_width, plus_minus, ratio_and_error
-from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.objectives import (
     Batch,
+    Drawn,
     Mixture,
-    NetworkObjective,
     Objective,
+    denoising,
+    elbo,
     next_token,
+    process_elbo,
+    proofreading,
 )
-from dlm_jax.heads import HEADS, Head, with_own_parameters
+from dlm_jax.diffusion.processes import checked
+from dlm_jax.heads import HEADS, Head
 from dlm_jax.model.transformer import build
 from dlm_jax.settings import SettingError
 from dlm_jax.training.optimisers import (
@@ -42,7 +49,7 @@ from dlm_jax.training.train_step import (
 from dlm_jax.types import Network, Params
 
 MakeNetwork = Callable[[ModelConfig], Network]
-MakeObjective = Callable[[Setup], Objective | NetworkObjective | Mixture]
+MakeObjective = Callable[[Setup], Objective | Callable[[Batch, jax.Array], Drawn] | Mixture]
 MakeHead = Callable[[Setup], Head | None]
 MakeOptimizer = Callable[[Setup], optax.GradientTransformation]
 
@@ -150,59 +157,64 @@ def make_task(
     optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
     schedule: optax.Schedule | None = None,
 ) -> Task:
-    """The task of a run. See `dlm_jax.training.train` for the arguments."""
+    """The task of a run. See `dlm_jax.training.train` for the arguments.
+
+    With a single custom objective, rows are cut to random lengths as in the config.
+    """
     if not isinstance(network, Network):
         network = (network or build)(setup.config.model)
-    records = make_heads(setup, heads)
     for head in HEADS:
         if head.is_added(setup.config.model) and head.key not in network.heads:
             raise ValueError(f"model.{head.switch}=True requires a network with a {head.key} head")
+    records = make_heads(setup, heads)
+    inits = {head.name: (head.stream, head.init) for head in records if head.init is not None}
+    if inits:
+        init_model = network.init
+
+        def init(key: jax.Array) -> Params:
+            own = {name: make(jax.random.fold_in(key, at)) for name, (at, make) in inits.items()}
+            return init_model(key) | own
+
+        network = replace(network, init=init)
+    mixture = make_mixture(setup) if objective is None else objective(setup)
+    if not isinstance(mixture, Mixture):
+        cut = setup.config.objective.random_length_share
+        mixture = Mixture({"objective": mixture}, {"objective": 1.0}, cut)
+    for name in {head.name for head in records} & mixture.objectives.keys():
+        raise ValueError(f"an objective and a head have the same name: {name}; rename one")
     if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
-        optimizer = _made_optimizer(optimizer, setup)
-    return Task(
-        setup,
-        with_own_parameters(network, records),
-        make_mixture(setup) if objective is None else _own_mixture(setup, objective),
-        records,
-        optimizer,
-        schedule,
-    )
-
-
-def _made_optimizer(make: MakeOptimizer, setup: Setup) -> optax.GradientTransformation:
-    """The optimizer that `make` creates. Raises ValueError for any other result."""
-    wanted = (
-        "optimizer must be a gradient transformation, such as optax.adam(1e-3), or a function of "
-        "the Setup that returns one"
-    )
-    try:
-        made = make(setup)
-    except Exception as error:
-        error.add_note(wanted)
-        raise
-    if not isinstance(made, optax.GradientTransformation):
-        raise ValueError(f"{wanted}, not a {type(made).__name__}")
-    return made
+        expected = (
+            "optimizer must be a gradient transformation, such as optax.adam(1e-3), or a function "
+            "of the Setup that returns one"
+        )
+        try:
+            optimizer = optimizer(setup)
+        except Exception as error:
+            error.add_note(expected)
+            raise
+        if not isinstance(optimizer, optax.GradientTransformation):
+            raise ValueError(f"{expected}, not a {type(optimizer).__name__}")
+    return Task(setup, network, mixture, records, optimizer, schedule)
 
 
 def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]:
     """The heads of the config, followed by those of the caller.
 
     Raises:
-      ValueError: two heads have the same name or metric, or nothing trains.
+      ValueError: two heads have the same name, a metric is taken, or nothing trains.
     """
     made = [one if isinstance(one, Head) else one(setup) for one in (*HEADS, *own)]
     heads = tuple(head for head in made if head is not None)
-    for names in ([head.name for head in heads], [head.metric for head in heads]):
-        if len(set(names)) < len(names):
-            raise ValueError(f"two heads have the same name: {', '.join(names)}; rename one")
+    names = [head.name for head in heads]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two heads have the same name: {', '.join(names)}; rename one")
     taken = {"loss", "grad_norm", "param_norm", "elbo", "denoising", "proofreading", "next_token"}
     for head in own:
         if isinstance(head, Head) and head.metric in taken:
             raise ValueError(
                 f"head {head.name!r} has the metric {head.metric!r}, which is already taken"
             )
-    if not setup.config.heads.train_main and all(head.joins_main for head in heads):
+    if not setup.config.heads.train_main and not heads:
         raise ValueError(
             "heads.train_main=False leaves nothing to train; set "
             + " or ".join(f"model.{head.switch}" for head in HEADS)
@@ -213,23 +225,72 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
 def make_mixture(setup: Setup) -> Mixture:
     """The mixture of objectives of the config, or next-token prediction for a causal model.
 
+    Objectives whose share is 0 are omitted.
+
     Raises:
       ValueError: the rows per batch of an objective are rounded to 0, or the objective does not fit
         the model.
     """
-    config = setup.config
-    _check_canvases(config)
-    if config.model.attention_type == "causal":
-        example = functools.partial(next_token, predicts_first=config.model.predicts_first)
-        return Mixture({"next_token": lambda batch, key: example(batch)}, {"next_token": 1.0})
-    mixture = mixture_of(
-        config.objective,
-        mask_id=setup.mask_id,
-        random_ids=setup.text_ids,
-        noise_ids=setup.noise_ids,
-        block_length=config.model.block_length,
-        has_canvases=config.model.attention_type == "canvas",
-    )
+    config, objective, model = setup.config, setup.config.objective, setup.config.model
+    has_canvases, process = model.attention_type == "canvas", objective.noise_process
+    if has_canvases and process.is_masked:
+        raise SettingError(
+            "objective.process",
+            objective.process,
+            "has no sampler for models with canvases",
+            "use uniform",
+            "model.attention_type",
+        )
+    if model.attention_type == "causal":
+        return Mixture(
+            {"next_token": lambda batch, key: next_token(batch, model.predicts_first)},
+            {"next_token": 1.0},
+        )
+    schedule = SCHEDULES[objective.schedule](objective.schedule_power)
+    cut = objective.random_length_share
+    if has_canvases or not process.is_masked:
+        common: dict[str, Any] = {
+            "schedule": schedule, "mask_id": setup.mask_id, "noise_ids": setup.noise_ids,
+        }  # fmt: skip
+        process = checked(process, objective.process)
+        if not has_canvases:
+            own = process_elbo(process, block_length=model.block_length, **common)
+            return Mixture({"elbo": own}, {"elbo": 1.0}, cut)
+        own = canvas_denoising(
+            process,
+            canvas_length=model.block_length,
+            text_weight=objective.text_weight,
+            conditioned_share=objective.conditioned_share,
+            **common,
+        )
+        return Mixture({"denoising": own}, {"denoising": 1.0}, cut)
+    objectives = {
+        "elbo": functools.partial(
+            elbo,
+            schedule=schedule,
+            mask_id=setup.mask_id,
+            block_length=model.block_length,
+            over=objective.normaliser,
+            is_weighted=objective.time_weight,
+        ),
+        "denoising": functools.partial(
+            denoising, settings=objective, mask_id=setup.mask_id, random_ids=setup.text_ids
+        ),
+        "proofreading": functools.partial(
+            proofreading,
+            max_ratio=objective.misprint_ratio,
+            mask_id=setup.mask_id,
+            kinds=objective.misprint_kinds,
+            masked_rows=objective.misprint_masked_rows,
+        ),
+    }
+    shares = {
+        "elbo": 1.0 - objective.denoising_share - objective.proofreading_share,
+        "denoising": objective.denoising_share,
+        "proofreading": objective.proofreading_share,
+    }
+    shares = {name: share for name, share in shares.items() if share > 1e-6}
+    mixture = Mixture({name: objectives[name] for name in shares}, shares, cut)
     num_rows = config.train.batch_size
     for name in mixture.without_rows(num_rows):
         share = mixture.shares[name]
@@ -240,29 +301,6 @@ def make_mixture(setup: Setup) -> Mixture:
             f"{math.ceil(1 / share)}"
         )
     return mixture
-
-
-def _check_canvases(config: Config) -> None:
-    objective, model = config.objective, config.model
-    if model.attention_type == "canvas" and objective.noise_process.is_masked:
-        raise SettingError(
-            "objective.process",
-            objective.process,
-            "has no sampler for models with canvases",
-            "use uniform",
-            "model.attention_type",
-        )
-
-
-def _own_mixture(setup: Setup, make: MakeObjective) -> Mixture:
-    """The mixture of a custom objective. A custom `Mixture` is returned unchanged. With a single
-    objective, rows are cut to random lengths as in the config.
-    """
-    made = make(setup)
-    if isinstance(made, Mixture):
-        return made
-    share = setup.config.objective.random_length_share
-    return Mixture({"objective": made}, {"objective": 1.0}, random_length_share=share)
 
 
 def bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> dict[str, float]:

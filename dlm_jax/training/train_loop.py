@@ -125,8 +125,8 @@ def train(
         of the `ModelConfig` with the ``vocab_size`` of the corpus. On several devices, each has the
         whole of a parameter whose path no rule of `dlm_jax.distributed.partitions.RULES` matches.
       objective: custom objective that replaces those of ``[objective]``: a function of the `Setup`
-        (resolved config, tokenizer, mesh) that returns ``(batch, key) -> Example``, a
-        `NetworkObjective`, which runs the network itself, or a `Mixture` of several objectives.
+        (resolved config, tokenizer, mesh) that returns an `Objective`, its ``draw`` alone, or a
+        `Mixture` of several objectives.
       heads: custom heads in addition to those of the config: `Head` records, or functions of the
         `Setup` that create them.
       optimizer: optax transformation that replaces the optimizer, the clipping and the schedule of
@@ -372,7 +372,7 @@ class _Loop:
             "a training step",
             "lower train.batch_size, or raise train.accumulate",
         )
-        what = f" of {self._stage}" if any(not one.joins_main for one in run.task.heads) else ""
+        what = f" of {self._stage}" if run.task.heads else ""
         say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ cost. Within a stage, only the weights of the losses change.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.config import Config
-from dlm_jax.diffusion.losses import Loss, hidden_of
-from dlm_jax.diffusion.objectives import Batch, MixedExample, Mixture
+from dlm_jax.diffusion.losses import Loss, cross_entropy, hidden_of
+from dlm_jax.diffusion.objectives import Batch, Drawn, Mixture
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import ROWS, batch_sharding, shardings
-from dlm_jax.heads import MAIN, Head, HeadInputs, Stage
+from dlm_jax.heads import MAIN, Head, Stage
 from dlm_jax.model.lora import GROUP
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.positions import returned
@@ -39,7 +39,7 @@ KEPT = "kept"
 
 def stage_at(step: int, heads: Sequence[Head], *, train_main: bool, adapts: bool = False) -> Stage:
     """The stage of a step (counted from 0). A head trains if its loss has a positive weight."""
-    own = [head.name for head in heads if head.group != MAIN and head.trains_at(step)]
+    own = [head.name for head in heads if head.trains_at(step)]
     return Stage((*[MAIN] * train_main, *own), adapts)
 
 
@@ -48,15 +48,9 @@ def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
 
     In a model with adapters, the frozen parameters are in the group `KEPT`.
     """
-    group = next((head.group for head in heads if head.name == name), MAIN)
-    return KEPT if adapts and group == MAIN and name != GROUP else group
-
-
-NoisedBatch = tuple[MixedExample, dict[str, Any]]
-"""A batch with all its noise, that of heads by their names, or some rows of such a batch.
-
-The leaves are ``[B, ...]`` arrays or scalars. Scalars are totals over the whole batch.
-"""
+    if any(head.name == name for head in heads):
+        return name
+    return KEPT if adapts and name != GROUP else MAIN
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ class StageLoss:
 
     @property
     def trained_heads(self) -> list[Head]:
-        return [head for head in self.heads if self.stage.trains(head.group)]
+        return [head for head in self.heads if self.stage.trains(head.name)]
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """The trained and the frozen parameters, each keyed by top-level name."""
@@ -82,61 +76,75 @@ class StageLoss:
         trained = {name: params[name] for name in params if self.stage.trains(groups[name])}
         return trained, {name: tree for name, tree in params.items() if name not in trained}
 
-    def draw(self, batch: Batch, key: jax.Array, step: jax.Array) -> NoisedBatch:
+    def draw(self, batch: Batch, key: jax.Array, step: jax.Array) -> Drawn:
         """The batch with the noise of a step, which depends only on the key of the run and the
         step.
 
         Each head has separate noise, so that the noise of the model does not depend on the heads.
         """
-        example = self.mixture.example(batch, jax.random.fold_in(key, step))
-        noise = {
-            head.name: head.draw(example, self._noise_key(head, key, step))
-            for head in self.trained_heads
-        }
-        return example, noise
+        drawn = self.mixture.draw(batch, jax.random.fold_in(key, step))
+        noise = dict(drawn.noise)
+        for head in self.trained_heads:
+            noise[head.name] = head.draw(drawn, self._noise_key(head, key, step))
+        return drawn._replace(noise=noise)
 
     def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
-        if head.joins_main:
-            # The key indices of heads follow those of the objectives.
-            place = 1 + len(self.mixture.objectives) + self.heads.index(head)
-            return jax.random.fold_in(jax.random.fold_in(key, step), place)
         salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
         return jax.random.fold_in(salted, head.stream)
 
     def __call__(
-        self, params: Params, drawn: NoisedBatch, step: jax.Array
+        self, params: Params, drawn: Drawn, step: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The total loss, and the loss and the figures of each objective and head, for a batch or a
         part of it.
 
         The unit of the loss is nats per token if the objectives and heads use this unit.
         """
-        example, noise = drawn
-        hidden_BLD = self._hidden(params, example)
-        means: dict[str, jax.Array] = {}
-        figures: list[tuple[str, Mapping[str, Any]]] = []
-        total = jnp.zeros(())
-        if self.stage.trains(MAIN):
-            reads = hidden_BLD if self.mixture.reads_trunk else None
-            found = self.mixture.losses(
-                self.network,
+        network, batch, heads = self.network, drawn.batch, self.trained_heads
+        objectives = self.mixture.objectives if self.stage.trains(MAIN) else {}
+        shares_trunk = any(one.loss is None for one in objectives.values())
+        hidden_BLD: Any = None
+        nll_BL: Any = None
+        if shares_trunk or heads:
+            hidden_BLD = hidden_of(network, params, drawn.shown_BL, batch.tokens_BL, batch.length_B)
+            # Without this barrier, the heads would be fused into the trunk, so that the trunk would
+            # round differently from a trunk without heads.
+            hidden_BLD = jax.lax.optimization_barrier(hidden_BLD)
+        if shares_trunk:
+            nll_BL = cross_entropy(
+                network,
                 params,
-                example,
-                reads,
+                hidden_BLD,
+                batch.tokens_BL,
                 mask_id=self.mask_id,
+                is_read_BL=drawn.is_supervised_BL(),
             )
-            figures = [(name, loss.figures) for name, loss in found.items()]
-            means = {name: _mean(loss, name) for name, loss in found.items()}
-            total = sum((self.mixture.shares[name] * means[name] for name in means), total)
-        for head in self.trained_heads:
-            inputs = self._inputs(head, params, example, noise[head.name], hidden_BLD)
-            loss = head.loss(inputs)
-            mean = _mean(loss, head.name)
-            means[head.metric] = mean
-            figures.append((head.name, loss.figures))
+        losses: dict[str, Loss] = {}
+        for name, objective in objectives.items():
+            noise = drawn.noise[name]
+            if objective.loss is not None:
+                losses[name] = objective.loss(network, params, noise)
+            else:
+                weight_BL, weight = noise
+                # Positions that are not predicted may contain MASK, whose cost is infinite.
+                weighted_BL = jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0)
+                losses[name] = Loss(jnp.sum(weighted_BL), weight)
+        means = {name: _mean(loss, name) for name, loss in losses.items()}
+        total = sum((self.mixture.shares[name] * means[name] for name in means), jnp.zeros(()))
+        # Heads that do not train yet are not there for the others.
+        waiting = {head.name for head in self.heads} - {head.name for head in heads}
+        seen = {key: one for key, one in network.heads.items() if f"{key}_head" not in waiting}
+        for head in heads:
+            own, hidden = params, hidden_BLD
+            if not head.trains_trunk:
+                own, hidden = jax.lax.stop_gradient((params, hidden_BLD))
+                own = own | {head.name: params[head.name]}
+            given = drawn._replace(noise=drawn.noise[head.name], hidden_BLD=hidden)
+            loss = losses[head.name] = head.loss(replace(network, heads=seen), own, given)
+            mean = means[head.metric] = _mean(loss, head.name)
             total = total + (mean if head.weight is None else head.weight_at(step) * mean)
-        for owner, own in figures:
-            for name, figure in own.items():
+        for owner, loss in losses.items():
+            for name, figure in loss.figures.items():
                 if name in means or name in _TAKEN:
                     raise ValueError(
                         f"Loss.figures of {owner} has {name!r}, which is already a metric; "
@@ -149,33 +157,10 @@ class StageLoss:
         """The parts of the loss and the weights of heads; empty if the loss has a single part and
         no head trains.
         """
-        own = [head for head in self.trained_heads if head.group != MAIN]
-        if len(means) < 2 and not own:
+        if len(means) < 2 and not self.trained_heads:
             return {}
-        weighted = [head for head in own if head.weight is not None]
+        weighted = [head for head in self.trained_heads if head.weight is not None]
         return means | {f"{head.metric}_alpha": head.weight_at(step) for head in weighted}
-
-    def _hidden(self, params: Params, example: MixedExample) -> jax.Array | None:
-        """The output of the trunk for the shown canvas; None if no loss reads it."""
-        is_read = self.stage.trains(MAIN) and self.mixture.reads_trunk
-        if not is_read and not any(head.reads_hidden for head in self.trained_heads):
-            return None
-        batch = example.batch
-        hidden_BLD = hidden_of(
-            self.network, params, example.shown_BL, batch.tokens_BL, batch.length_B
-        )
-        # Without this barrier, the heads would be fused into the trunk, so that the trunk would
-        # round differently from a trunk without heads.
-        return jax.lax.optimization_barrier(hidden_BLD)
-
-    def _inputs(
-        self, head: Head, params: Params, example: MixedExample, noise: Any, hidden_BLD: Any
-    ) -> HeadInputs:
-        if not head.trains_trunk:
-            own = {head.name: params[head.name]}
-            params, hidden_BLD = jax.lax.stop_gradient((params, hidden_BLD))
-            params = params | own
-        return HeadInputs(self.network, params, example, noise, hidden_BLD, self.stage)
 
 
 def _mean(loss: Loss, name: str) -> jax.Array:

@@ -53,7 +53,7 @@ def _next(texts):
     clean = jnp.asarray(texts)
     shown = jnp.full_like(clean, toy.MASK)
     length = jnp.full(clean.shape[0], UNIT)
-    hidden = jax.jit(functools.partial(network.cached.beside_clean, block_length=1))(
+    hidden = jax.jit(functools.partial(network.beside_clean, block_length=1))(
         params, shown, clean, length
     )
     logits = network.readout(params, hidden.reshape(-1, hidden.shape[-1]))

@@ -65,24 +65,26 @@ def drawn(conditioned_share: float = 0.5):
 def test_a_row_ends_with_one_noised_canvas_after_its_clean_text():
     batch, noised = jax.device_get(drawn())
     tokens, length, given = batch
+    is_text_BL, num_text, is_conditioned_B = noised.noise
     numbers = set()
     for row in range(ROWS):
-        start, end = int(noised.start_B[row]), int(noised.length_B[row])
+        start, end = int(noised.batch.given_B[row]), int(noised.batch.length_B[row])
         assert (start - given[row]) % CANVAS == 0 and end == min(start + CANVAS, length[row])
         assert given[row] <= start < end
         numbers.add((start - given[row]) // CANVAS)
         place = np.arange(LENGTH)
         is_canvas = (place >= start) & (place < end)
-        np.testing.assert_array_equal(noised.is_canvas_BL[row], is_canvas)
+        np.testing.assert_array_equal(noised.weight_BL[row], is_canvas.astype(np.float32))
         is_text = (place + 1 >= given[row]) & (place + 1 < start)
-        np.testing.assert_array_equal(noised.is_text_BL[row], is_text)
+        np.testing.assert_array_equal(is_text_BL[row], is_text)
         shown = np.asarray(noised.shown_BL[row])
         np.testing.assert_array_equal(shown[~is_canvas], tokens[row][~is_canvas])
     assert numbers == {0, 1, 2, 3}
     is_changed = np.asarray(noised.shown_BL) != tokens
-    assert 0.2 < is_changed[np.asarray(noised.is_canvas_BL)].mean() < 0.6
-    assert int(noised.num_canvas) == np.sum(noised.is_canvas_BL)
-    assert 0.4 < np.mean(noised.is_conditioned_B) < 0.6
+    assert 0.2 < is_changed[np.asarray(noised.weight_BL) > 0].mean() < 0.6
+    assert int(noised.total) == np.sum(noised.weight_BL)
+    assert int(num_text) == np.sum(is_text_BL)
+    assert 0.4 < np.mean(is_conditioned_B) < 0.6
 
 
 def cross_entropy(hidden, token) -> float:
@@ -94,20 +96,18 @@ def cross_entropy(hidden, token) -> float:
 def test_the_loss_is_the_mean_of_the_canvas_and_the_weighted_mean_of_the_text():
     batch, noised = drawn()
     loss = jax.jit(objective(0.3).loss, static_argnums=0)(NETWORK, PARAMS, noised)
-    rows = noised.shown_BL, noised.length_B, noised.start_B
+    rows = noised.shown_BL, noised.batch.length_B, noised.batch.given_B
+    is_text_BL, _, is_conditioned_B = noised.noise
     logits = np.asarray(behind(PARAMS, *rows), np.float64)
     logits[..., MASK] = -np.inf
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    signal = probs @ TABLE * np.asarray(noised.is_conditioned_B)[:, None, None]
+    signal = probs @ TABLE * np.asarray(is_conditioned_B)[:, None, None]
     hidden = np.asarray(behind(PARAMS, *rows, jnp.asarray(signal, jnp.float32)))
     tokens = np.asarray(batch.tokens_BL)
     canvas = [
-        cross_entropy(hidden[row, i], tokens[row, i]) for row, i in np.argwhere(noised.is_canvas_BL)
+        cross_entropy(hidden[row, i], tokens[row, i]) for row, i in np.argwhere(noised.weight_BL)
     ]
-    text = [
-        cross_entropy(hidden[row, i], tokens[row, i + 1])
-        for row, i in np.argwhere(noised.is_text_BL)
-    ]
+    text = [cross_entropy(hidden[row, i], tokens[row, i + 1]) for row, i in np.argwhere(is_text_BL)]
     expected = np.mean(canvas) + 0.3 * np.mean(text)
     assert float(loss.sum / loss.weight) == pytest.approx(expected, rel=1e-4)
     told = {name: float(total / weight) for name, (total, weight) in loss.figures.items()}
@@ -116,7 +116,7 @@ def test_the_loss_is_the_mean_of_the_canvas_and_the_weighted_mean_of_the_text():
 
 def test_no_gradient_flows_through_the_first_prediction():
     _, noised = drawn(1.0)
-    assert np.all(noised.is_conditioned_B)
+    assert np.all(noised.noise[2])
 
     def loss(table, kept):
         # The signal is read from a table that is held.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +12,10 @@ import stage_cases
 import toy
 
 from dlm_jax.config import HeadsConfig
-from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.diffusion.objectives import Batch, Drawn
 from dlm_jax.distributed.partitions import path_name
-from dlm_jax.heads import MAIN, HeadInputs, Stage
 from dlm_jax.heads.critic import critic_loss, critic_positions, critic_targets
-from dlm_jax.heads.sampler import SAMPLER, SamplerInputs, prepare_sampler_inputs, sampler_loss
+from dlm_jax.heads.sampler import SAMPLER, prepare_sampler_inputs, sampler_loss
 from dlm_jax.model.transformer import build
 from dlm_jax.types import Network
 
@@ -58,13 +55,25 @@ def _canvas(seed: int = 0):
     return shown_BL, tokens_BL, rng.random(tokens_BL.shape) < 0.5
 
 
-def _inputs(network: Network, shown_BL, tokens_BL, is_revealed_BL, seed: int = 0) -> SamplerInputs:
-    hidden_BLD = np.random.default_rng(seed).standard_normal((*shown_BL.shape, WIDTH))
+def _drawn(shown_BL, tokens_BL, *, hidden_BLD=None, is_supervised_BL=None) -> Drawn:
+    """What the objectives drew; nothing is supervised by default."""
+    shown_BL, tokens_BL = jnp.asarray(shown_BL), jnp.asarray(tokens_BL)
+    if is_supervised_BL is None:
+        is_supervised_BL = np.zeros(shown_BL.shape)
+    batch = Batch(tokens_BL, jnp.asarray(LENGTH_B), jnp.zeros(ROWS, jnp.int32))
+    weight_BL = jnp.float32(is_supervised_BL)
+    return Drawn(batch, shown_BL, weight_BL, weight_BL.sum(), hidden_BLD=hidden_BLD)
+
+
+def _hidden(shape) -> jax.Array:
+    return jnp.float32(np.random.default_rng(0).standard_normal((*shape, WIDTH)))
+
+
+def _inputs(network: Network, shown_BL, tokens_BL, is_revealed_BL):
+    drawn = _drawn(shown_BL, tokens_BL, hidden_BLD=_hidden(shown_BL.shape))
     return prepare_sampler_inputs(
-        network, _params(network), jnp.asarray(shown_BL), jnp.asarray(tokens_BL),
-        jnp.float32(hidden_BLD), jnp.asarray(LENGTH_B), jnp.asarray(is_revealed_BL),
-        mask_id=toy.MASK,
-    )  # fmt: skip
+        network, _params(network), drawn, jnp.asarray(is_revealed_BL), mask_id=toy.MASK
+    )
 
 
 @pytest.mark.parametrize("reach", [1, 2])
@@ -72,7 +81,7 @@ def test_neighbours_are_those_of_a_loop_over_positions(reach):
     network = _network(reach)
     table = np.asarray(_params(network)["embedding"])
     shown, tokens, is_revealed = _canvas()
-    inputs = _inputs(network, shown, tokens, is_revealed)
+    left_BLCD, _, right_BLCD = _inputs(network, shown, tokens, is_revealed)
     counts = dict.fromkeys(("edge", "pad", "hole", "revealed", "visible"), 0)
 
     def neighbour(row: int, place: int) -> np.ndarray:
@@ -93,10 +102,10 @@ def test_neighbours_are_those_of_a_loop_over_positions(reach):
     for row in range(ROWS):
         for place in range(POSITIONS):
             for offset in range(1, reach + 1):
-                left, right = inputs.left_BLCD[row, place], inputs.right_BLCD[row, place]
+                left, right = left_BLCD[row, place], right_BLCD[row, place]
                 np.testing.assert_array_equal(left[offset - 1], neighbour(row, place - offset))
                 np.testing.assert_array_equal(right[offset - 1], neighbour(row, place + offset))
-    assert inputs.left_BLCD.shape == inputs.right_BLCD.shape == (ROWS, POSITIONS, reach, WIDTH)
+    assert left_BLCD.shape == right_BLCD.shape == (ROWS, POSITIONS, reach, WIDTH)
     assert min(counts.values()) > 5, counts
 
 
@@ -112,8 +121,8 @@ def test_neighbours_of_a_block_are_what_its_sampling_shows():
 
     def inputs(shown, is_revealed):
         return prepare_sampler_inputs(
-            network, _params(network), jnp.asarray(shown), jnp.asarray(tokens), hidden,
-            jnp.asarray(LENGTH_B), jnp.asarray(is_revealed), mask_id=toy.MASK,
+            network, _params(network), _drawn(shown, tokens, hidden_BLD=hidden),
+            jnp.asarray(is_revealed), mask_id=toy.MASK,
         )  # fmt: skip
 
     found = inputs(shown, is_revealed)
@@ -124,13 +133,12 @@ def test_neighbours_of_a_block_are_what_its_sampling_shows():
             revealed = is_revealed.copy()
             revealed[:, begin + size :] = False
             alone = prepare_sampler_inputs(
-                plain, {"embedding": jnp.asarray(table)}, jnp.asarray(canvas), jnp.asarray(tokens),
-                hidden, jnp.asarray(LENGTH_B), jnp.asarray(revealed), mask_id=toy.MASK,
+                plain, {"embedding": jnp.asarray(table)},
+                _drawn(canvas, tokens, hidden_BLD=hidden), jnp.asarray(revealed), mask_id=toy.MASK,
             )  # fmt: skip
             block = slice(begin, begin + size)
-            for side in ("left_BLCD", "right_BLCD"):
-                ours, theirs = getattr(found, side)[row, block], getattr(alone, side)[row, block]
-                np.testing.assert_array_equal(ours, theirs)
+            for side in (0, 2):
+                np.testing.assert_array_equal(found[side][row, block], alone[side][row, block])
 
 
 def test_one_neighbour_changes_what_the_head_says_beside_it_and_nowhere_else():
@@ -168,8 +176,8 @@ def test_the_loss_of_the_sampler_head_is_the_plain_mean_over_the_supervised_posi
     shown, tokens, is_revealed, is_supervised = _supervised()
     inputs = _inputs(network, shown, tokens, is_revealed)
     total = jnp.float32(is_supervised.sum())
-    given = jnp.asarray(tokens), jnp.asarray(is_supervised), total
-    loss = sampler_loss(network, _params(network), inputs, *given, mask_id=toy.MASK)
+    drawn = _drawn(shown, tokens, is_supervised_BL=is_supervised)
+    loss = sampler_loss(network, _params(network), inputs, drawn, total, mask_id=toy.MASK)
     nats = []
     for row, place in zip(*np.nonzero(is_supervised), strict=True):
         beside = (x[row, place][None] for x in inputs)
@@ -187,23 +195,18 @@ def test_the_divergence_from_the_trunk_is_a_mean_over_its_own_holes():
     network = _network()
     shown, tokens, is_revealed, is_supervised = _supervised()
     is_hole = shown == toy.MASK
-    hidden_BLD = jnp.float32(np.random.default_rng(0).standard_normal((*shown.shape, WIDTH)))
-    batch = Batch(jnp.asarray(tokens), jnp.asarray(LENGTH_B), jnp.zeros(ROWS, jnp.int32))
     means = {}
     for share in (0.0, 0.25, 1.0):
         settings = HeadsConfig(sampler_trunk_share=share)
         head = next(head for head in stage_cases.records(settings) if head.name == SAMPLER)
         for asked in ("all", "holes"):
             now = jnp.asarray(is_supervised & (is_hole | (asked == "all")))
-            example: Any = SimpleNamespace(
-                batch=batch, shown_BL=jnp.asarray(shown), is_supervised_BL=lambda now=now: now
-            )
             numbers = [now.sum(), (now & is_hole & ~is_revealed).sum()][: 2 if share else 1]
             noise = (jnp.asarray(is_revealed), *(x.astype(jnp.float32) for x in numbers))
-            given = HeadInputs(
-                network, _params(network), example, noise, hidden_BLD, Stage((MAIN,))
-            )
-            loss = head.loss(given)
+            drawn = _drawn(
+                shown, tokens, hidden_BLD=_hidden(shown.shape), is_supervised_BL=now
+            )._replace(noise=noise)
+            loss = head.loss(network, _params(network), drawn)
             means[share, asked] = float(loss.sum / loss.weight)
     assert means[1.0, "all"] == pytest.approx(means[1.0, "holes"], rel=1e-5)
     assert abs(means[0.0, "all"] - means[0.0, "holes"]) > 1e-2
@@ -214,10 +217,9 @@ def test_the_divergence_from_the_trunk_is_a_mean_over_its_own_holes():
 def test_seven_of_ten_holes_are_revealed_to_the_sampler_head_by_default():
     (head,) = stage_cases.records(HeadsConfig(), add_sampler_head=True)
     shape = (64, 256)
-    example: Any = SimpleNamespace(
-        shown_BL=jnp.full(shape, toy.MASK), is_supervised_BL=lambda: jnp.ones(shape, bool)
-    )
-    is_revealed_BL, num_supervised = head.draw(example, jax.random.key(0))
+    batch = Batch(*map(jnp.zeros, (shape, 64, 64)))
+    drawn = Drawn(batch, jnp.full(shape, toy.MASK), jnp.ones(shape), jnp.ones(()))
+    is_revealed_BL, num_supervised = head.draw(drawn, jax.random.key(0))
     assert float(is_revealed_BL.mean()) == pytest.approx(0.7, abs=0.02)
     assert num_supervised == 64 * 256
 
@@ -241,12 +243,9 @@ def test_the_loss_of_the_sampler_head_has_a_gradient_in_the_head_alone(tied):
 
     def loss(params):
         hidden_BLD, _ = network.trunk(params, shown, length_B, None)
-        inputs = prepare_sampler_inputs(
-            network, params, shown, tokens, hidden_BLD, length_B, is_revealed, mask_id=toy.MASK
-        )
-        return sampler_loss(
-            network, params, inputs, tokens, is_supervised, jnp.float32(1), mask_id=toy.MASK
-        ).sum
+        drawn = _drawn(shown, tokens, hidden_BLD=hidden_BLD, is_supervised_BL=is_supervised)
+        inputs = prepare_sampler_inputs(network, params, drawn, is_revealed, mask_id=toy.MASK)
+        return sampler_loss(network, params, inputs, drawn, jnp.float32(1), mask_id=toy.MASK).sum
 
     gradients = _by_path(jax.jit(jax.grad(loss))(_params(network)))
     assert any(path.startswith(SAMPLER) for path in gradients)
@@ -260,12 +259,10 @@ def test_the_loss_of_the_sampler_head_has_a_gradient_in_the_head_alone(tied):
 @pytest.mark.parametrize("masked_only", [True, False])
 def test_the_critic_is_asked_about_filled_holes_and_the_text_that_nobody_asks_for(masked_only):
     shown, tokens, _, is_supervised = _supervised()
-    is_hole, is_asked = critic_positions(
-        jnp.asarray(shown), jnp.asarray(LENGTH_B), jnp.asarray(is_supervised),
-        mask_id=toy.MASK, masked_only=masked_only,
-    )  # fmt: skip
+    drawn = _drawn(shown, tokens, is_supervised_BL=is_supervised)
+    is_hole, is_judged = critic_positions(drawn, mask_id=toy.MASK, masked_only=masked_only)
     candidates = np.random.default_rng(5).integers(0, 3, shown.shape).astype(np.int32)
-    task = critic_targets(*map(jnp.asarray, (shown, tokens, candidates)), is_hole, is_asked)
+    filled_BL, is_wrong = critic_targets(drawn, jnp.asarray(candidates), is_hole)
     kinds = dict.fromkeys(("pad", "right hole", "wrong hole", "open hole", "shown", "plain"), 0)
     for row in range(ROWS):
         for place in range(POSITIONS):
@@ -284,7 +281,7 @@ def test_the_critic_is_asked_about_filled_holes_and_the_text_that_nobody_asks_fo
             else:
                 kind, asked = "plain", not masked_only
             kinds[kind] += 1
-            found = (task.filled_BL[at], task.is_wrong_BL[at], task.is_judged_BL[at])
+            found = (filled_BL[at], is_wrong[at], is_judged[at])
             assert tuple(map(int, found)) == (filled, wrong, asked), (at, kind)
             assert bool(is_hole[at]) is ("hole" in kind and kind != "open hole")
     assert min(kinds.values()) > 0, kinds
@@ -292,15 +289,15 @@ def test_the_critic_is_asked_about_filled_holes_and_the_text_that_nobody_asks_fo
 
 def test_the_critic_is_asked_about_every_token_that_may_be_noise():
     shown, tokens, _, is_supervised = _supervised()
-    is_hole, is_asked = critic_positions(
-        jnp.asarray(shown), jnp.asarray(LENGTH_B), jnp.asarray(is_supervised),
-        mask_id=toy.MASK, masked_only=True, shows_noise=True,
-    )  # fmt: skip
-    np.testing.assert_array_equal(is_asked, is_supervised)
-    given = map(jnp.asarray, (shown, tokens, np.zeros_like(shown)))
-    task = critic_targets(*given, is_hole, is_asked, jnp.asarray(is_supervised))
+    drawn = _drawn(shown, tokens, is_supervised_BL=is_supervised)
+    is_hole, is_judged = critic_positions(
+        drawn, mask_id=toy.MASK, masked_only=True, shows_noise=True
+    )
+    np.testing.assert_array_equal(is_judged, is_supervised)
+    zeros = jnp.zeros(shown.shape, jnp.int32)
+    _, is_wrong = critic_targets(drawn, zeros, is_hole, shows_noise=True)
     is_noise = is_supervised & (shown != toy.MASK)
-    wrong = np.asarray(task.is_wrong_BL)[is_noise]
+    wrong = np.asarray(is_wrong)[is_noise]
     np.testing.assert_array_equal(wrong, (shown != tokens)[is_noise])
     assert 1 < wrong.sum() < wrong.size - 1
 
@@ -308,24 +305,23 @@ def test_the_critic_is_asked_about_every_token_that_may_be_noise():
 def test_a_neighbour_that_may_be_noise_shows_its_true_token_or_nothing():
     network = _network()
     shown, tokens, is_revealed, is_noised = _supervised()
-    inputs = prepare_sampler_inputs(
-        network, _params(network), *map(jnp.asarray, (shown, tokens)),
-        jnp.zeros((*shown.shape, WIDTH)), jnp.asarray(LENGTH_B), jnp.asarray(is_revealed),
-        mask_id=toy.MASK, is_noised_BL=jnp.asarray(is_noised),
+    left_BLCD, _, _ = prepare_sampler_inputs(
+        network, _params(network), _drawn(shown, tokens, hidden_BLD=_hidden(shown.shape)),
+        jnp.asarray(is_revealed), mask_id=toy.MASK, is_noised_BL=jnp.asarray(is_noised),
     )  # fmt: skip
     is_open = is_noised | (shown == toy.MASK)
     seen = np.where(is_revealed & is_open, tokens, shown)
     expected = np.asarray(_params(network)["embedding"])[seen]
     expected[is_open & ~is_revealed] = 0
     expected[np.arange(POSITIONS)[None] >= LENGTH_B[:, None]] = 0
-    np.testing.assert_array_equal(inputs.left_BLCD[:, 1:, 0], expected[:, :-1])
+    np.testing.assert_array_equal(left_BLCD[:, 1:, 0], expected[:, :-1])
     assert (is_revealed & is_noised & (shown != tokens) & (shown != toy.MASK)).any()
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _critic_loss_and_gradient(network, params, task):
+def _critic_loss_and_gradient(network, params, *targets):
     def loss(params):
-        found = critic_loss(network, params, task, jnp.asarray(LENGTH_B), jnp.float32(7))
+        found = critic_loss(network, params, *targets, jnp.asarray(LENGTH_B), jnp.float32(7))
         return found.sum / found.weight
 
     return jax.value_and_grad(loss)(params)
@@ -337,9 +333,8 @@ def test_the_loss_of_the_critic_is_the_binary_cross_entropy_of_the_filled_text()
     filled = rng.integers(0, toy.MASK, (ROWS, POSITIONS)).astype(np.int32)
     is_asked = (rng.random(filled.shape) < 0.5) & (np.arange(POSITIONS) < LENGTH_B[:, None])
     is_wrong = rng.random(filled.shape) < 0.5
-    task = critic_targets(*map(jnp.asarray, (filled, filled, filled, is_wrong, is_asked)))
-    task = task._replace(is_wrong_BL=jnp.asarray(is_wrong))
-    value, gradient = _critic_loss_and_gradient(network, params, task)
+    targets = map(jnp.asarray, (filled, is_wrong, is_asked))
+    value, gradient = _critic_loss_and_gradient(network, params, *targets)
     hidden_BLD, _ = jax.jit(network.trunk)(params, jnp.asarray(filled), jnp.asarray(LENGTH_B), None)
     kernel = np.asarray(params["critic_head"]["out"]["kernel"], np.float64)
     chance_BL = 1 / (1 + np.exp(-(np.asarray(hidden_BLD, np.float64) @ kernel)[..., 0]))

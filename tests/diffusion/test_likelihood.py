@@ -230,10 +230,10 @@ def test_the_parts_of_a_causal_model_are_those_of_the_chain_rule():
         mask_id=toy.MASK, eos_id=toy.EOS,
     )  # fmt: skip
     short = Batch(tokens, jnp.full(1, 2), jnp.zeros(1, jnp.int32))
-    before_B = causal_nll(network, params, short, mask_id=toy.MASK)
-    whole_B = causal_nll(network, params, batch, mask_id=toy.MASK)
-    np.testing.assert_allclose(found.text_nats_B, before_B, rtol=1e-5)
-    np.testing.assert_allclose(found.nats_B, whole_B, rtol=1e-6)
+    before_BL = causal_nll(network, params, short, mask_id=toy.MASK)
+    whole_BL = causal_nll(network, params, batch, mask_id=toy.MASK)
+    np.testing.assert_allclose(found.text_nats_B, before_BL.sum(1), rtol=1e-5)
+    np.testing.assert_allclose(found.nats_B, whole_BL.sum(1), rtol=1e-6)
     assert float(found.nats_B[0]) > float(found.text_nats_B[0])
     assert not found.variance_B.any() and not found.text_variance_B.any()
 
@@ -245,7 +245,7 @@ def test_a_causal_models_likelihood_is_a_distribution_over_all_rows():
     rows = jnp.asarray(list(itertools.product([0, 1, 3, 4], repeat=3)), jnp.int32)
     batch = Batch(rows, jnp.full(64, 3), jnp.zeros(64, jnp.int32))
     nats = np.asarray(jax.jit(functools.partial(causal_nll, network, mask_id=2))(params, batch))
-    assert float(np.exp(-nats.astype(np.float64)).sum()) == pytest.approx(1, abs=1e-5)
+    assert float(np.exp(-nats.astype(np.float64).sum(1)).sum()) == pytest.approx(1, abs=1e-5)
 
 
 def test_the_ratio_and_its_error_are_those_of_a_weighted_mean():

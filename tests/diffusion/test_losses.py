@@ -9,6 +9,8 @@ from dlm_jax.diffusion import losses
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.losses import cross_entropy
 from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
+from dlm_jax.heads import MAIN, Stage
+from dlm_jax.training.train_step import StageLoss
 
 
 def _hidden(num_rows, num_positions):
@@ -48,42 +50,41 @@ def test_slicing_the_positions_changes_neither_loss_nor_gradient(monkeypatch):
     assert "scan" in text
 
 
-_ELBO = functools.partial(elbo, schedule=LINEAR, mask_id=toy.MASK)
-_MIXTURE = Mixture({"elbo": _ELBO}, {"elbo": 1.0})
+_MIXTURE = Mixture(
+    {"elbo": functools.partial(elbo, schedule=LINEAR, mask_id=toy.MASK)}, {"elbo": 1.0}
+)
 
 
-def _losses(params, example):
-    network = toy.network()
-    hidden_BLD, _ = network.trunk(params, example.shown_BL, example.batch.length_B, None)
-    return _MIXTURE.losses(network, params, example, hidden_BLD, mask_id=toy.MASK)
+_LOSS = StageLoss(toy.network(), _MIXTURE, (), Stage((MAIN,)), toy.MASK)
 
 
-def _example(tokens_BL, length_B):
+def _elbo(params, drawn):
+    return _LOSS(params, drawn, jnp.int32(0))[1]["elbo"]
+
+
+def _drawn(tokens_BL, length_B):
     batch = Batch(tokens_BL, length_B, jnp.zeros_like(length_B))
-    return _MIXTURE.example(batch, jax.random.key(0))
+    return _MIXTURE.draw(batch, jax.random.key(0))
 
 
 def test_elbo_divides_by_free_tokens_and_ignores_padding():
     tokens = jnp.arange(16).reshape(2, 8) % 8
     length = jnp.array([8, 3])
-    run = jax.jit(_losses)
-    loss = run(toy.params(), _example(tokens, length))["elbo"]
-    assert float(loss.weight) == 11
-    padded = run(toy.params(), _example(tokens.at[1, 3:].set(5), length))["elbo"]
-    np.testing.assert_array_equal(loss.sum, padded.sum)
+    run, drawn = jax.jit(_elbo), _drawn(tokens, length)
+    assert float(drawn.total) == 11
+    padded = run(toy.params(), _drawn(tokens.at[1, 3:].set(5), length))
+    np.testing.assert_array_equal(run(toy.params(), drawn), padded)
+    weight_BL, _ = drawn.noise["elbo"]
+    doubled = drawn._replace(noise={"elbo": (weight_BL, jnp.float32(22))})
+    np.testing.assert_allclose(run(toy.params(), doubled), padded / 2, rtol=1e-6)
 
 
 def test_a_mask_in_the_text_that_is_not_asked_for_costs_nothing():
-    example = _example(jnp.full((1, 4), toy.MASK), jnp.array([4]))
-    example.weights["elbo"] = jnp.zeros((1, 4))
-    sums = _losses(toy.params(), example)
-    assert float(sums["elbo"].sum) == 0
+    drawn = _drawn(jnp.full((1, 4), toy.MASK), jnp.array([4]))
+    drawn.noise["elbo"] = jnp.zeros((1, 4)), jnp.float32(4)
+    assert float(_elbo(toy.params(), drawn)) == 0
 
 
 def test_no_array_of_the_loss_holds_a_one_hot_of_the_targets():
-    example = _example(jnp.zeros((2, 8), jnp.int32), jnp.array([8, 8]))
-
-    def loss(params):
-        return _losses(params, example)["elbo"].sum
-
-    assert "one_hot" not in str(jax.make_jaxpr(loss)(toy.params()))
+    drawn = _drawn(jnp.zeros((2, 8), jnp.int32), jnp.array([8, 8]))
+    assert "one_hot" not in str(jax.make_jaxpr(_elbo)(toy.params(), drawn))

@@ -11,8 +11,7 @@ import toy
 from dlm_jax.diffusion.corruption import LINEAR, SCHEDULES
 from dlm_jax.diffusion.objectives import (
     Batch,
-    Example,
-    Misprints,
+    Drawn,
     Mixture,
     ObjectiveConfig,
     at_random_length,
@@ -57,7 +56,7 @@ OBJECTIVES = {
 def test_given_and_dead_tokens_are_shown_as_they_are_and_never_asked_for(name):
     task = jax.jit(OBJECTIVES[name])(BATCH, jax.random.key(0))
     # Some rows become shorter or longer.
-    is_free = np.asarray((task.truth or BATCH).is_free_BL())
+    is_free = np.asarray(task.batch.is_free_BL())
     np.testing.assert_array_equal(
         np.asarray(task.shown_BL)[~is_free], np.asarray(BATCH.tokens_BL)[~is_free]
     )
@@ -115,14 +114,14 @@ def test_proofreading_asks_for_what_should_stand_at_every_free_position_of_the_n
     place = np.arange(POSITIONS)
     moved = 0
     for row, (length, given) in enumerate(zip(BATCH.length_B, BATCH.given_B, strict=True)):
-        now = int(task.truth.length_B[row])
+        now = int(task.batch.length_B[row])
         moved += now != length
         is_asked = (place >= given) & (place < now)
         np.testing.assert_array_equal(task.weight_BL[row], is_asked.astype(np.float32))
-        for shown in (task.shown_BL, task.truth.tokens_BL):
+        for shown in (task.shown_BL, task.batch.tokens_BL):
             np.testing.assert_array_equal(shown[row, :given], BATCH.tokens_BL[row, :given])
     assert moved > 2
-    np.testing.assert_array_equal(task.truth.given_B, BATCH.given_B)
+    np.testing.assert_array_equal(task.batch.given_B, BATCH.given_B)
     assert float(task.total) == np.asarray(task.weight_BL).sum()
 
 
@@ -134,7 +133,7 @@ def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_some_rows(m
     monkeypatch.setattr(
         module, "misprint",
         lambda key, tokens, length, is_free, ratio, kinds: (
-            ratios.append(ratio), Misprints(tokens + 1, tokens + 2, length))[1],
+            ratios.append(ratio), (tokens + 1, tokens + 2, length))[1],
     )  # fmt: skip
     count = 4000
     none = jnp.zeros(count, jnp.int32)
@@ -147,7 +146,7 @@ def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_some_rows(m
     is_masked = np.asarray(task.shown_BL == toy.MASK)
     assert not is_masked[:, 0].any()
     assert (np.asarray(task.shown_BL)[~is_masked] == 1).all()
-    assert (np.asarray(task.truth.tokens_BL) == 2).all()
+    assert (np.asarray(task.batch.tokens_BL) == 2).all()
     # With s uniform, each number of 8 tokens is masked as often as any other.
     share = np.bincount(is_masked.sum(1), minlength=9) / count
     np.testing.assert_allclose(share, [1 - rows + rows / 9] + [rows / 9] * 8, atol=0.02)
@@ -181,12 +180,12 @@ def _mixture(share=0.25, **fields):
 @pytest.mark.parametrize(("share", "rows"), [(0.25, 2), (0.5, 4), (0.9, 7), (0.125, 1)])
 def test_every_row_of_a_mixture_has_one_task_and_each_task_its_share_of_rows(share, rows):
     full = Batch(BATCH.tokens_BL, jnp.full(ROWS, POSITIONS), jnp.zeros(ROWS, jnp.int32))
-    draw = jax.jit(_mixture(share).example)
+    draw = jax.jit(_mixture(share).draw)
     seen = np.zeros((2, ROWS), bool)
     for seed in range(8):
         example = draw(full, jax.random.key(seed))
         for number, name in enumerate(("elbo", "denoising")):
-            seen[number] |= np.asarray(example.weights[name]).any(1)
+            seen[number] |= np.asarray(example.noise[name][0]).any(1)
     assert not (seen[0] & seen[1]).any()
     assert seen.sum(1).tolist() == [ROWS - rows, rows]
 
@@ -196,21 +195,20 @@ def test_a_mixture_asks_for_the_rows_of_a_task_that_moves_them_and_for_no_other_
     moved = Batch(BATCH.tokens_BL[:, ::-1], jnp.full(ROWS, 7), jnp.full(ROWS, 2))
     weight_BL = jnp.full((ROWS, POSITIONS), 0.5)
     objectives = {
-        "moving": lambda batch, key: Example(
-            moved.tokens_BL + 20, weight_BL, jnp.float32(3), moved
-        ),
+        "moving": lambda batch, key: Drawn(moved, moved.tokens_BL + 20, weight_BL, jnp.float32(3)),
         "next token": lambda batch, key: next_token(batch),
     }
     names = sorted(objectives, reverse=not is_first)
     mixture = Mixture({name: objectives[name] for name in names}, dict.fromkeys(names, 0.5))
-    example = mixture.example(BATCH, jax.random.key(0))
+    example = mixture.draw(BATCH, jax.random.key(0))
     is_moved = np.asarray(example.shown_BL[:, 0]) >= 20
     assert is_moved.sum() == ROWS // 2
     for found, new, old in zip(example.batch, moved, BATCH, strict=True):
         np.testing.assert_array_equal(np.asarray(found)[is_moved], np.asarray(new)[is_moved])
         np.testing.assert_array_equal(np.asarray(found)[~is_moved], np.asarray(old)[~is_moved])
-    np.testing.assert_array_equal(example.weights["moving"], weight_BL)
-    assert float(example.totals["moving"]) == 3
+    weights, total = example.noise["moving"]
+    np.testing.assert_array_equal(weights, weight_BL)
+    assert float(total) == 3
 
 
 def test_a_mixture_with_proofreading_asks_for_its_rows_as_they_are_printed():
@@ -219,12 +217,12 @@ def test_a_mixture_with_proofreading_asks_for_its_rows_as_they_are_printed():
         {"next token": 0.5, "proofreading": 0.5},
     )
     full = Batch(BATCH.tokens_BL, jnp.full(ROWS, 12), jnp.full(ROWS, 2))
-    example = mixture.example(full, jax.random.key(7))
-    is_own = np.asarray(example.weights["proofreading"]).any(1)
+    example = mixture.draw(full, jax.random.key(7))
+    is_own = np.asarray(example.noise["proofreading"][0]).any(1)
     assert is_own.sum() == ROWS // 2
     is_free = np.asarray(example.batch.is_free_BL())
     np.testing.assert_array_equal(
-        example.weights["proofreading"], (is_free & is_own[:, None]).astype(np.float32)
+        example.noise["proofreading"][0], (is_free & is_own[:, None]).astype(np.float32)
     )
     np.testing.assert_array_equal(
         np.asarray(example.batch.tokens_BL)[~is_own], np.asarray(full.tokens_BL)[~is_own]
@@ -235,11 +233,11 @@ def test_a_mixture_with_proofreading_asks_for_its_rows_as_they_are_printed():
 
 def test_a_mixture_of_one_shows_what_its_objective_shows():
     mixture = Mixture({"elbo": _elbo()}, {"elbo": 1.0})
-    example = mixture.example(BATCH, jax.random.key(4))
+    example = mixture.draw(BATCH, jax.random.key(4))
     np.testing.assert_array_equal(
-        np.asarray(example.shown_BL == toy.MASK), np.asarray(example.weights["elbo"]) > 0
+        np.asarray(example.shown_BL == toy.MASK), np.asarray(example.noise["elbo"][0]) > 0
     )
-    assert float(example.totals["elbo"]) == IS_FREE.sum()
+    assert float(example.noise["elbo"][1]) == IS_FREE.sum()
 
 
 def test_a_share_of_the_batches_is_cut_to_one_uniform_length():
@@ -259,11 +257,11 @@ def test_a_share_of_the_batches_is_cut_to_one_uniform_length():
 
 def test_cut_batches_are_asked_for_nothing_beyond_their_length():
     mixture = Mixture({"elbo": _elbo()}, {"elbo": 1.0}, random_length_share=1.0)
-    example = mixture.example(BATCH, jax.random.key(6))
+    example = mixture.draw(BATCH, jax.random.key(6))
     length = np.asarray(example.batch.length_B)
     assert length.max() < POSITIONS
     beyond = np.arange(POSITIONS)[None] >= length[:, None]
-    assert not np.asarray(example.weights["elbo"])[beyond].any()
+    assert not np.asarray(example.noise["elbo"][0])[beyond].any()
 
 
 def test_the_linear_schedule_is_the_default_of_the_config():

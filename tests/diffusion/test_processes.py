@@ -2,20 +2,25 @@
 
 import functools
 import math
+from dataclasses import replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stage_cases
+import toy
 from oracles.processes import Enumerated
 
+from dlm_jax.config import Config
+from dlm_jax.data import Setup
 from dlm_jax.diffusion import losses
 from dlm_jax.diffusion.corruption import COSINE, LINEAR
 from dlm_jax.diffusion.likelihood import costs
-from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.objectives import (
     Batch,
-    Noised,
+    Drawn,
     ObjectiveConfig,
     noised_at,
     process_costs,
@@ -33,6 +38,7 @@ from dlm_jax.diffusion.processes import (
     process_of,
 )
 from dlm_jax.settings import Setting, per_row, rule
+from dlm_jax.training.tasks import make_mixture
 from dlm_jax.types import Network
 
 V, MASK, LENGTH = 5, 4, 2
@@ -94,7 +100,7 @@ def enumerated(process: Process, params, text, levels, speeds, is_first, length:
         batch.tokens_BL, shown, jnp.asarray(level), jnp.asarray(speed),
         jnp.full(len(shown), is_first), **IDS,
     )  # fmt: skip
-    found = _costs(length)(params, Noised(batch, shown, noise, jnp.ones(())))
+    found = _costs(length)(params, Drawn(batch, shown, noise.weight, jnp.ones(()), noise))
     return np.asarray(found, np.float64).sum(1).reshape(len(levels), -1)
 
 
@@ -249,13 +255,16 @@ def test_noise_has_its_shares_and_given_tokens_have_none(name):
 
 def test_a_config_without_a_process_has_the_objective_of_before():
     """The masked objective draws and weighs as it did without processes."""
-    mixture = mixture_of(ObjectiveConfig(), mask_id=MASK, random_ids=NOISE_IDS)
-    assert mixture.reads_trunk and list(mixture.objectives) == ["elbo"]
+    setup = Setup(
+        Config(model=toy.config()), cast(Any, stage_cases.Tokenizer()), stage_cases.mesh()
+    )
+    ((name, objective),) = make_mixture(setup).objectives.items()
+    assert name == "elbo" and objective.loss is None
     assert isinstance(ObjectiveConfig().noise_process, Masked)
     noisy = ObjectiveConfig(process="mixed", process_settings=("uniform_share=0.2",))
     assert noisy.noise_process == Mixed(uniform_share=0.2)
-    made = mixture_of(noisy, mask_id=MASK, random_ids=NOISE_IDS, noise_ids=NOISE_IDS)
-    assert not made.reads_trunk
+    setup = replace(setup, config=replace(setup.config, objective=noisy))
+    assert make_mixture(setup).objectives["elbo"].loss is not None
 
 
 @rule

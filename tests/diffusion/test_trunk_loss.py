@@ -13,6 +13,7 @@ import toy
 from enumerable import LENGTH, MASK, NETWORK, PARAMS
 
 from benchmarks import markov
+from dlm_jax.diffusion.objectives import Batch, Drawn
 from dlm_jax.heads.sampler import prepare_sampler_inputs, trunk_loss
 from dlm_jax.model.transformer import build
 
@@ -34,13 +35,15 @@ def _divergence(network: Any, params: Any, tokens_BL: Any, is_revealed_BL: Any, 
     params = {"sampler_head": {}} | params
     shown_BL = jnp.full_like(tokens_BL, mask_id)
     length_B = jnp.full(tokens_BL.shape[0], tokens_BL.shape[1])
-    inputs = prepare_sampler_inputs(
-        network, params, shown_BL, tokens_BL, network.trunk(params, shown_BL, length_B, None)[0],
-        length_B, is_revealed_BL, mask_id=mask_id,
+    weight_BL, batch = jnp.ones(tokens_BL.shape), Batch(tokens_BL, length_B, 0 * length_B)
+    drawn = Drawn(
+        batch, shown_BL, weight_BL, weight_BL.sum(),
+        hidden_BLD=network.trunk(params, shown_BL, length_B, None)[0],
     )  # fmt: skip
+    inputs = prepare_sampler_inputs(network, params, drawn, is_revealed_BL, mask_id=mask_id)
     is_asked_BL = ~is_revealed_BL
     return trunk_loss(
-        network, params, inputs, shown_BL, tokens_BL, length_B, is_revealed_BL, is_asked_BL,
+        network, params, inputs, drawn, is_revealed_BL, is_asked_BL,
         jnp.sum(is_asked_BL).astype(jnp.float32), mask_id=mask_id,
     )  # fmt: skip
 

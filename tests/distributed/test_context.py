@@ -101,8 +101,8 @@ def test_a_model_has_the_outputs_and_gradients_of_one_device_on_a_mesh():
     def total(params, mesh):
         with devices.used(mesh):
             assert (pieces_of(24, BLOCK) is None) == (mesh is None)
-            assert network.cached is not None and network.cached.beside_clean is not None
-            x_BLD = network.cached.beside_clean(params, shown_BL, clean_BL, LENGTH)
+            assert network.beside_clean is not None
+            x_BLD = network.beside_clean(params, shown_BL, clean_BL, LENGTH)
             return jnp.sum(x_BLD * g_BLD)
 
     step = jax.jit(jax.value_and_grad(total), static_argnums=1)
@@ -143,7 +143,7 @@ def test_gathered_keys_are_kept_for_the_backward_pass_if_named(remat, times):
     def total(params):
         with devices.used(mesh):
             tokens_BL = jnp.zeros((ROWS, 24), jnp.int32)
-            return network.cached.beside_clean(params, tokens_BL, tokens_BL, LENGTH).sum()
+            return network.beside_clean(params, tokens_BL, tokens_BL, LENGTH).sum()
 
     text = jax.jit(jax.grad(total)).lower(params).compile().as_text()
     keys = f"f32[2,24,{GROUPS},{SIZE}]"

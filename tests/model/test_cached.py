@@ -155,7 +155,7 @@ def test_two_streams_say_of_every_block_what_the_trunk_says_behind_clean_blocks(
     network = build(toy.config(attention_type="block_causal", block_length=block_length))
     params = toy.random_params(network)
     shown = jnp.where(np.random.default_rng(1).random((3, L)) < 0.5, toy.MASK, TOKENS)
-    beside = jax.jit(network.cached.beside_clean)(params, shown, TOKENS, LENGTH)
+    beside = jax.jit(network.beside_clean)(params, shown, TOKENS, LENGTH)
     trunk = jax.jit(lambda tokens_BL: network.trunk(params, tokens_BL, LENGTH, None)[0])
     for begin in range(0, L, block_length):
         is_block = np.arange(L)[None] // block_length == begin // block_length
@@ -172,8 +172,7 @@ def test_two_streams_of_a_shifted_model_are_those_of_a_plain_one_a_position_late
     params = toy.random_params(plain)
     shown = jnp.where(np.random.default_rng(1).random((3, L)) < 0.5, toy.MASK, TOKENS)
     there, here = (
-        jax.jit(network.cached.beside_clean)(params, shown, TOKENS, LENGTH)
-        for network in (plain, moved)
+        jax.jit(network.beside_clean)(params, shown, TOKENS, LENGTH) for network in (plain, moved)
     )
     _close(here[:, 1:], there[:, :-1])
     _close(here[:, 0], there[:, 0])

@@ -396,7 +396,7 @@ def test_a_causal_run_its_checkpoint_and_its_export_agree_with_transformers(tmp_
 
     def nats_of(network, params, mask_id):
         batch = Batch(jnp.array([ids]), jnp.array([len(ids)]), jnp.array([1]))
-        return float(causal_nll(network, params, batch, mask_id=mask_id)[0])
+        return float(causal_nll(network, params, batch, mask_id=mask_id)[0].sum())
 
     causal = {"model__attention_type": "causal", "sample__order": "left_to_right",
               "train__steps": 1}  # fmt: skip

@@ -13,11 +13,9 @@ import toy
 import dlm_jax
 from dlm_jax.config import Config, HeadsConfig, ModelConfig, ObjectiveConfig
 from dlm_jax.data import Setup
-from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.processes import Process, Shares, process_of
-from dlm_jax.heads import CRITIC, MAIN, HeadInputs, Stage
-from dlm_jax.heads.critic import critic_head
-from dlm_jax.heads.sampler import SAMPLER_HEAD
+from dlm_jax.heads.critic import CriticHead
+from dlm_jax.heads.sampler import SamplerHead
 from dlm_jax.model.transformer import build
 from dlm_jax.settings import rule
 from dlm_jax.training.tasks import make_mixture
@@ -100,19 +98,16 @@ def test_the_critic_is_asked_which_tokens_are_random():
         model=toy.config(depth=1, add_critic_head=True),
         objective=ObjectiveConfig(process="uniform"),
     )
-    head = critic_head(Setup(config, cast(Any, stage_cases.Tokenizer()), stage_cases.mesh()))
-    mixture = mixture_of(
-        config.objective, mask_id=toy.MASK, random_ids=(0, 1, 2), noise_ids=(0, 1, 2)
-    )
-    batch = stage_cases.batch(0)
-    example = mixture.example(batch, jax.random.key(0))
+    setup = Setup(config, cast(Any, stage_cases.Tokenizer()), stage_cases.mesh())
+    head, batch = CriticHead()(setup), stage_cases.batch(0)
+    example = make_mixture(setup).draw(batch, jax.random.key(0))
     network = build(config.model)
     params = network.init(jax.random.key(1))
     assert head is not None
     noise = head.draw(example, jax.random.key(2))
     hidden_BLD, _ = network.trunk(params, example.shown_BL, batch.length_B, None)
-    inputs = HeadInputs(network, params, example, noise, hidden_BLD, Stage((MAIN, CRITIC)))
-    loss = jax.jit(lambda params: head.loss(inputs._replace(params=params)))(params)
+    drawn = example._replace(noise=noise, hidden_BLD=hidden_BLD)
+    loss = jax.jit(lambda params: head.loss(network, params, drawn))(params)
     critic = network.heads["critic"]
     logit_BL = np.asarray(critic(params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1])))
     logit_BL = logit_BL.reshape(example.shown_BL.shape).astype(np.float64)
@@ -163,9 +158,9 @@ def test_a_sampler_head_trains_beside_another_process_only_with_revealed_neighbo
         objective=ObjectiveConfig(process="uniform"), model=toy.config(add_sampler_head=True)
     )
     tokenizer, mesh = cast(Any, stage_cases.Tokenizer()), stage_cases.mesh()
-    assert SAMPLER_HEAD(Setup(config, tokenizer, mesh)) is not None
+    assert SamplerHead()(Setup(config, tokenizer, mesh)) is not None
     blind = replace(config, heads=HeadsConfig(sampler_reveal=0.0))
     with pytest.raises(
         ValueError, match=r"^objective.process='uniform' trains the sampler head .*=0.7$"
     ):
-        SAMPLER_HEAD(Setup(blind, tokenizer, mesh))
+        SamplerHead()(Setup(blind, tokenizer, mesh))

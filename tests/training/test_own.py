@@ -19,11 +19,10 @@ from dlm_jax.cli import exporter, sample
 from dlm_jax.diffusion.losses import cross_entropy
 from dlm_jax.training import (
     Batch,
-    Example,
+    Drawn,
     Head,
-    HeadInputs,
     Loss,
-    NetworkObjective,
+    Objective,
     Setup,
     problem,
     train,
@@ -65,59 +64,54 @@ def network(model: configs.ModelConfig) -> Network:
 def plain_objective(setup: Setup):
     """Half of the tokens are hidden."""
 
-    def objective(batch: Batch, key: jax.Array) -> Example:
+    def objective(batch: Batch, key: jax.Array) -> Drawn:
         is_hidden_BL = jax.random.bernoulli(key, 0.5, batch.tokens_BL.shape) & batch.is_free_BL()
         weight_BL = is_hidden_BL.astype(jnp.float32)
         shown_BL = jnp.where(is_hidden_BL, setup.mask_id, batch.tokens_BL)
-        return Example(shown_BL, weight_BL, weight_BL.sum())
+        return Drawn(batch, shown_BL, weight_BL, weight_BL.sum())
 
     return objective
 
 
-def two_passes(setup: Setup) -> NetworkObjective:
+def two_passes(setup: Setup) -> Objective:
     """Predicts the hidden tokens a second time, beside what it predicted at first."""
-    objective = plain_objective(setup)
 
-    def draw(batch: Batch, key: jax.Array) -> Any:
-        return batch, objective(batch, key)
-
-    def loss(network: Network, params: Any, noise: Any) -> Loss:
-        batch, example = noise
+    def loss(network: Network, params: Any, drawn: Drawn) -> Loss:
+        batch, shown_BL = drawn.batch, drawn.shown_BL
         passes = []
-        shown_BL = example.shown_BL
         for _ in range(2):
             hidden_BLD, _ = network.trunk(params, shown_BL, batch.length_B, None)
             nll_BL = cross_entropy(
                 network, params, hidden_BLD, batch.tokens_BL, mask_id=setup.mask_id
             )
-            passes.append(jnp.sum(example.weight_BL * nll_BL))
+            passes.append(jnp.sum(drawn.weight_BL * nll_BL))
             first_BL = network.readout(params, hidden_BLD.reshape(-1, WIDTH)).argmax(1)
             is_even_BL = (jnp.arange(shown_BL.shape[1]) % 2 == 0)[None]
             shown_BL = jnp.where(
-                is_even_BL & (example.weight_BL > 0), first_BL.reshape(shown_BL.shape), shown_BL
+                is_even_BL & (drawn.weight_BL > 0), first_BL.reshape(shown_BL.shape), shown_BL
             )
-        return Loss(passes[0] + passes[1], example.total)
+        return Loss(passes[0] + passes[1], drawn.total)
 
-    return NetworkObjective(draw, loss)
+    return Objective(plain_objective(setup), loss)
 
 
 def left_head(*, trains_trunk: bool = False, **changes: Any) -> Head:
     """Which token stands left of each position."""
 
-    def draw(example, key):
-        is_used_BL = jax.random.bernoulli(key, 0.5, example.shown_BL.shape)
+    def draw(drawn, key):
+        is_used_BL = jax.random.bernoulli(key, 0.5, drawn.shown_BL.shape)
         return is_used_BL, jnp.sum(is_used_BL).astype(jnp.float32)
 
-    def loss(inputs: HeadInputs) -> Loss:
-        is_used_BL, total = inputs.noise
-        logits_BLV = inputs.hidden_BLD @ inputs.params["left_head"]["kernel"]
-        left_BL = jnp.roll(inputs.example.batch.tokens_BL, 1, axis=1)
+    def loss(network: Network, params: Any, drawn: Drawn) -> Loss:
+        is_used_BL, total = drawn.noise
+        logits_BLV = drawn.hidden_BLD @ params["left_head"]["kernel"]
+        left_BL = jnp.roll(drawn.batch.tokens_BL, 1, axis=1)
         log_p_BLV = jax.nn.log_softmax(logits_BLV)
         nll_BL = -jnp.take_along_axis(log_p_BLV, left_BL[:, :, None], axis=2)[:, :, 0]
         return Loss(jnp.sum(jnp.where(is_used_BL, nll_BL, 0.0)), total)
 
     return Head(
-        "left_head", loss, draw,
+        name="left_head", loss=loss, draw=draw,
         init=lambda key: {"kernel": jax.random.normal(key, (WIDTH, 64)) / 9},
         trains_trunk=trains_trunk, **changes,
     )  # fmt: skip
@@ -224,22 +218,23 @@ def test_continuing_with_other_parts_is_refused_by_name(folder, changes, part):
         _train(folder / "whole", **given)
 
 
-def _total_in_loss(setup: Setup) -> NetworkObjective:
+def _total_in_loss(setup: Setup) -> Objective:
     """`two_passes` whose weight is that of the rows that the loss sees."""
     made = two_passes(setup)
 
-    def loss(network: Network, params: Any, noise: Any) -> Loss:
-        return Loss(made.loss(network, params, noise).sum, noise[1].weight_BL.sum())
+    def loss(network: Network, params: Any, drawn: Drawn) -> Loss:
+        assert made.loss is not None
+        return Loss(made.loss(network, params, drawn).sum, drawn.weight_BL.sum())
 
-    return NetworkObjective(made.draw, loss)
+    return Objective(made.draw, loss)
 
 
 def _mean_for_sum() -> Head:
     head = left_head(start=2)
 
-    def loss(inputs: HeadInputs) -> Loss:
-        found = head.loss(inputs)
-        return Loss(found.sum / inputs.noise[0].size, jnp.ones(()))
+    def loss(network: Network, params: Any, drawn: Drawn) -> Loss:
+        found = head.loss(network, params, drawn)
+        return Loss(found.sum / drawn.noise[0].size, jnp.ones(()))
 
     return dataclasses.replace(head, loss=loss)
 
@@ -266,18 +261,9 @@ def test_a_head_leaves_the_model_alone_bit_for_bit_unless_it_says_that_it_trains
     assert not np.array_equal(teaching["table"], alone["table"])
 
 
-def test_a_head_joins_the_group_of_the_model_where_its_record_says_so(folder):
-    outcome = _train(folder / "joined", heads=[left_head(joins_main=True, trains_trunk=True)])
-    assert str(outcome.run.task.stage(0)) == "main"
-    fresh = outcome.run.network.init(jax.random.split(jax.random.key(0))[0])
-    for name, leaf in outcome.state.params.items():
-        moved = jax.tree.map(lambda new, old: np.abs(new - old).max() > 1e-4, leaf, fresh[name])
-        assert all(jax.tree.leaves(moved)), name
-
-
 def test_a_loss_that_is_no_pair_of_scalars_is_refused_with_its_name(tmp_path):
-    def of_each_row(inputs):
-        return Loss(jnp.zeros(inputs.example.shown_BL.shape[0]), jnp.ones(()))
+    def of_each_row(network, params, drawn):
+        return Loss(jnp.zeros(drawn.shown_BL.shape[0]), jnp.ones(()))
 
     head = dataclasses.replace(left_head(), loss=of_each_row)
     with pytest.raises(
@@ -288,7 +274,7 @@ def test_a_loss_that_is_no_pair_of_scalars_is_refused_with_its_name(tmp_path):
 
 def test_heads_whose_names_clash_or_do_not_end_in_head_are_refused(tmp_path):
     with pytest.raises(ValueError, match="the name of head 'left' does not end in '_head'; rename"):
-        Head("left", lambda inputs: Loss(jnp.zeros(()), jnp.ones(())))
+        Head(name="left", loss=lambda *inputs: Loss(jnp.zeros(()), jnp.ones(())))
     with pytest.raises(ValueError, match="two heads have the same name: left_head, left_head"):
         _train(tmp_path, heads=[left_head(), left_head()])
     with pytest.raises(ValueError, match="leaves nothing to train; set model.add_sampler_head"):
@@ -309,11 +295,11 @@ def _means_of(tmp_path: Path, heads: list[Head]):
 
 
 def _sized_head(name: str, weight: float, **figures: tuple[float, float]) -> Head:
-    def loss(inputs: HeadInputs) -> Loss:
+    def loss(network: Network, params: Any, drawn: Drawn) -> Loss:
         pairs = {key: tuple(map(jnp.float32, pair)) for key, pair in figures.items()}
-        return Loss(3 * inputs.params[name]["x"].sum(), jnp.float32(weight), pairs)
+        return Loss(3 * params[name]["x"].sum(), jnp.float32(weight), pairs)
 
-    return Head(name, loss, init=lambda key: {"x": jnp.ones(2)})
+    return Head(name=name, loss=loss, init=lambda key: {"x": jnp.ones(2)})
 
 
 def test_a_loss_is_its_sum_over_its_weight_and_nothing_where_the_weight_is_nothing(tmp_path):

@@ -18,7 +18,7 @@ import toy
 
 from dlm_jax.config import Config, HeadsConfig, OptimConfig, SamplingParams
 from dlm_jax.data import Setup
-from dlm_jax.diffusion.objectives import MixedExample
+from dlm_jax.diffusion.objectives import Drawn
 from dlm_jax.distributed.partitions import path_name, shardings
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER, critic
 from dlm_jax.sampling.propose import SamplerReadout
@@ -179,7 +179,7 @@ def test_the_waves_that_the_critic_learns_from_are_those_that_sampling_recommend
         setup = Setup(Config(sample=given), cast(Any, cases.Tokenizer()), cases.mesh())
         shown_BL = jnp.zeros((2, 8), jnp.int32)
         rows = jnp.zeros((2, 8, 16)), shown_BL, jnp.full(2, 8), shown_BL == 0, jnp.arange(2)
-        fill = functools.partial(critic.filled, setup, toy.network_with_heads(), True)
+        fill = functools.partial(critic.filled, setup, toy.network_with_heads())
         jax.eval_shape(fill, toy.params_with_heads(), *rows)
         assert used["wavefront_fill"]["is_alternating"] == alternates
         assert used["wavefront_fill"]["ratio"] == given.sampler_min_neighbors_ratio
@@ -204,7 +204,7 @@ class Outcome(NamedTuple):
     gradient: Any
     means: Any
     canvases: list[jax.Array]
-    example: MixedExample
+    example: Drawn
 
 
 @functools.cache
@@ -220,7 +220,7 @@ def _compiled_look():
             return sum(weights[name] * mean for name, mean in means.items()), means
 
         gradient, means = jax.grad(total, has_aux=True)(params)
-        return Outcome(gradient, means, shown, part[0])
+        return Outcome(gradient, means, shown, part)
 
     return look
 

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import stage_cases as cases
 import toy
-from stage_cases import staged
 
-from dlm_jax.config import MeshConfig, OptimConfig
+from dlm_jax.config import OptimConfig
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import costs
-from dlm_jax.diffusion.objectives import Batch, Example, Mixture, ObjectiveConfig, denoising, elbo
-from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.diffusion.objectives import Batch, Drawn, Mixture, ObjectiveConfig, denoising, elbo
 from dlm_jax.training.optimisers import make_optimizer, matrices_of
 from dlm_jax.training.train_step import (
     TrainState,
@@ -34,16 +33,6 @@ ROWS, POSITIONS, STEPS = 8, 8, 3
 OPTIMIZER = make_optimizer(
     OptimConfig(warmup_steps=1, weight_decay=0.1), num_steps=20, matrices=matrices_of(toy.network())
 )
-MESHES = {
-    "one": (MeshConfig(), 1),
-    "data": (MeshConfig(data=8), 8),
-    "cube": (MeshConfig(data=2, fsdp=2, tensor=2), 8),
-}
-
-
-def _mesh(name: str):
-    config, devices = MESHES[name]
-    return make_mesh(config, jax.devices()[:devices])
 
 
 def _batch(seed: int) -> Batch:
@@ -70,7 +59,7 @@ def _mixture() -> Mixture:
 @functools.cache
 def _host_state() -> TrainState:
     """A new state, except that no projection is zero, so that every parameter has a gradient."""
-    state = init_state(toy.network(), OPTIMIZER, _mesh("one"), True, jax.random.key(0))
+    state = init_state(toy.network(), OPTIMIZER, cases.mesh("one"), True, jax.random.key(0))
     return jax.device_get(state._replace(params=toy.params()))
 
 
@@ -82,15 +71,15 @@ def _state(mesh) -> TrainState:
 
 @functools.cache
 def _compiled(name: str):
-    mesh = _mesh(name)
+    mesh = cases.mesh(name)
     config = {"batch_size": ROWS, "ema_decay": 0.15}
-    loss = staged(toy.network(), _mixture(), mesh)
+    loss = cases.staged(toy.network(), _mixture(), mesh)
     return make_train_step(loss, OPTIMIZER, _state(mesh), mesh=mesh, **config)
 
 
 @functools.cache
 def _trained(name: str):
-    step, state, key = _compiled(name), _state(_mesh(name)), jax.random.key(5)
+    step, state, key = _compiled(name), _state(cases.mesh(name)), jax.random.key(5)
     seen = []
     for index in range(STEPS):
         state, metrics = step(state, _batch(index), key)
@@ -106,8 +95,8 @@ def test_eight_devices_train_like_one(name):
 @functools.cache
 def _descended(name: str, parts: int):
     """One step of plain gradient descent, the batch cut into parts."""
-    config, mesh = {"batch_size": ROWS, "accumulate": parts}, _mesh(name)
-    loss = staged(toy.network(), _mixture(), mesh)
+    config, mesh = {"batch_size": ROWS, "accumulate": parts}, cases.mesh(name)
+    loss = cases.staged(toy.network(), _mixture(), mesh)
     step = make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, **config)
     state, metrics = step(_plain_state(), _batch(0), jax.random.key(5))
     return jax.device_get((state, [metrics]))
@@ -138,7 +127,7 @@ def test_the_loss_is_the_mean_of_the_objectives_weighted_by_their_shares():
 
 
 def test_the_average_of_the_parameters_is_that_of_its_formula():
-    step, state, key = _compiled("one"), _state(_mesh("one")), jax.random.key(5)
+    step, state, key = _compiled("one"), _state(cases.mesh("one")), jax.random.key(5)
     average = jax.tree.map(np.float64, _host_state().ema)
     for index in range(STEPS):
         state, _ = step(state, _batch(index), key)
@@ -171,7 +160,7 @@ def test_many_steps_are_one_program():
 
 
 def test_a_state_keeps_its_place_on_the_devices_from_step_to_step():
-    state = _state(_mesh("cube"))
+    state = _state(cases.mesh("cube"))
     before = jax.tree.map(lambda leaf: leaf.sharding, state)
     after, _ = _compiled("cube")(state, _batch(0), jax.random.key(5))
     assert jax.tree.map(lambda leaf: leaf.sharding, after) == before
@@ -179,7 +168,7 @@ def test_a_state_keeps_its_place_on_the_devices_from_step_to_step():
 
 @pytest.mark.parametrize("name", ["one", "cube"])
 def test_a_step_writes_its_state_over_the_old_one(name):
-    step, state = _compiled(name), _state(_mesh(name))
+    step, state = _compiled(name), _state(cases.mesh(name))
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     state_in = state
     state, _ = step(state, _batch(0), jax.random.key(5))
@@ -188,10 +177,10 @@ def test_a_step_writes_its_state_over_the_old_one(name):
     assert memory.alias_size_in_bytes >= 0.9 * total / (8 if name == "cube" else 1)
 
 
-def _noise_task(batch: Batch, key: jax.Array) -> Example:
+def _noise_task(batch: Batch, key: jax.Array) -> Drawn:
     """A task whose weights are the noise it drew."""
     weight_BL = jax.random.uniform(key, batch.tokens_BL.shape)
-    return Example(jnp.zeros_like(batch.tokens_BL), weight_BL, jnp.float32(1))
+    return Drawn(batch, jnp.zeros_like(batch.tokens_BL), weight_BL, jnp.float32(1))
 
 
 @functools.cache
@@ -210,8 +199,8 @@ def _plain_step(network: Network, task):
     """A step of plain gradient descent on one device, which compiles fast."""
     mixture = Mixture({"noise": task}, {"noise": 1.0})
     config = {"batch_size": ROWS}
-    mesh = _mesh("one")
-    loss = staged(network, mixture, mesh)
+    mesh = cases.mesh("one")
+    loss = cases.staged(network, mixture, mesh)
     return make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, **config)
 
 
@@ -252,7 +241,7 @@ def _one_parameter_network() -> Network:
 
 def test_the_loss_is_divided_by_the_total_and_the_norms_are_what_they_say():
     def task(batch, key):
-        return Example(batch.tokens_BL, jnp.ones(batch.tokens_BL.shape), jnp.float32(20))
+        return Drawn(batch, batch.tokens_BL, jnp.ones(batch.tokens_BL.shape), jnp.float32(20))
 
     network = _one_parameter_network()
     scale = np.asarray(toy.params()["norm"]["scale"], np.float64)
@@ -274,7 +263,7 @@ def test_eight_devices_evaluate_like_one_and_every_device_knows_every_row():
     batch = _batch(0)._replace(length_B=length_B)
     results = []
     for name in ("one", "cube"):
-        mesh = _mesh(name)
+        mesh = cases.mesh(name)
         state = _state(mesh)
         measure = functools.partial(
             costs, toy.network(), is_causal=False, mask_id=toy.MASK, eos_id=toy.EOS
@@ -304,4 +293,4 @@ def test_losses_of_both_signs_add_up_within_the_rounding_of_their_parts(scale, i
             return total, {"x": jnp.where(total > 1, scale, 1.0) * rounded}
 
     with pytest.raises(ValueError, match="'x' is") if is_refused else contextlib.nullcontext():
-        check_adds_up(BothSigns(), {}, mesh=_mesh("one"), seq_len=4, token_ids=(1, 2))
+        check_adds_up(BothSigns(), {}, mesh=cases.mesh("one"), seq_len=4, token_ids=(1, 2))
