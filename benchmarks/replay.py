@@ -28,11 +28,11 @@ from dlm_jax.config import MeshConfig, ModelConfig, OptimConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
-from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.distributed.partitions import axes_of, make_mesh
 from dlm_jax.heads import MAIN
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
-from dlm_jax.training.optimisers import make_optimizer, matrices_of
+from dlm_jax.training.optimisers import make_optimizer, rates_of
 from dlm_jax.training.train_step import Stage, StageLoss, init_state, make_train_step
 
 TOKENIZER = CharacterTokenizer.of(string.ascii_letters + " .\n")
@@ -71,8 +71,9 @@ def training(model: Model) -> Callable[[], None]:
         network=model.network, mixture=Mixture({"elbo": objective}, {"elbo": 1.0}), heads=(),
         stage=Stage((MAIN,)), mask_id=mask_id,
     )  # fmt: skip
-    matrices, num_rows = matrices_of(model.network), ROWS * STEPS
-    optimizer = make_optimizer(OptimConfig(warmup_steps=1), num_steps=1000, matrices=matrices)
+    config, num_rows = OptimConfig(warmup_steps=1), ROWS * STEPS
+    rates = rates_of(config, num_steps=1000)[MAIN]
+    optimizer = make_optimizer(config, rates, axes=axes_of(model.network))
     state = init_state(model.network, optimizer, mesh, False, jax.random.key(0))
     step = make_train_step(loss, optimizer, state, mesh=mesh, batch_size=num_rows)
     tokens_BL = jax.random.randint(jax.random.key(2), (num_rows, POSITIONS), 0, mask_id)

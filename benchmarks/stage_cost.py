@@ -22,10 +22,10 @@ from dlm_jax.config import Config, HeadsConfig, MeshConfig, ModelConfig, OptimCo
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.objectives import Batch, Mixture, elbo
-from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.distributed.partitions import axes_of, make_mesh
 from dlm_jax.heads import CRITIC, HEADS, MAIN, SAMPLER
 from dlm_jax.model.transformer import build
-from dlm_jax.training.optimisers import make_grouped_optimizer, make_optimizer, matrices_of
+from dlm_jax.training.optimisers import make_grouped_optimizer, rates_of
 from dlm_jax.training.train_step import Stage, StageLoss, init_state, make_train_step
 
 VOCAB_SIZE, ROWS, POSITIONS = 512, 16, 128
@@ -61,11 +61,9 @@ def make_step(name: str) -> tuple[Any, Any, float]:
 
     mixture = Mixture({"elbo": objective}, {"elbo": 1.0})
     loss = StageLoss(network=network, mixture=mixture, heads=heads, stage=stage, mask_id=MASK)
-    matrices = matrices_of(network)
-    optimizer = (
-        make_grouped_optimizer(optim, settings, heads, stage, num_steps=1000, matrices=matrices)
-        if has_heads
-        else make_optimizer(optim, num_steps=1000, matrices=matrices)
+    rates = rates_of(optim, settings, heads, num_steps=1000)
+    optimizer = make_grouped_optimizer(
+        optim, settings, heads, stage, rates, axes=axes_of(network), num_steps=1000
     )
     state = init_state(network, optimizer, mesh, False, jax.random.key(0))
     step = make_train_step(loss, optimizer, state, mesh=mesh, batch_size=ROWS)

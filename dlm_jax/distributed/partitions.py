@@ -1,5 +1,5 @@
-"""Sharding on a mesh: a partition for each parameter path, for each kind of activation, and for the
-rows of a batch.
+"""Sharding on a mesh: a partition for each logical axis of a parameter, for each kind of
+activation, and for the rows of a batch.
 
 ``data`` splits the batch. ``fsdp`` splits the batch, the parameters and their optimiser state.
 ``tensor`` splits the matrices inside a layer. ``expert`` splits the experts of a layer, and the
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.mesh import MeshConfig, arranged, shape_of
-from dlm_jax.types import Params
+from dlm_jax.randomness import key_of
+from dlm_jax.types import LAYERS, Axes, Network, Params
 
 ROWS = ("data", "fsdp", "expert")
 """Axes that split the rows of a batch."""
@@ -146,28 +146,14 @@ def _leaves_read(
     return [place for place, x in enumerate(jaxpr.invars[: len(leaves)]) if id(x) in used]
 
 
-RULES: tuple[tuple[str, P], ...] = (
-    (r"embedding$", P("tensor", "fsdp")),
-    (r"(^|/)head/kernel$", P("fsdp", "tensor")),
-    (r"blocks/.*/(query|key|value|up|gate)/kernel$", P(None, "fsdp", "tensor")),
-    (r"blocks/.*/(out|down)/kernel$", P(None, "tensor", "fsdp")),
-    (r"blocks/.*/(query|key|value)/bias$", P(None, "tensor")),
-    (r"blocks/.*/expert_(gate|up)$", P(None, "expert", "fsdp", "tensor")),
-    (r"blocks/.*/expert_down$", P(None, "expert", "tensor", "fsdp")),
-    (r"self_conditioning/mlp/(up|gate)/kernel$", P("fsdp", "tensor")),
-    (r"self_conditioning/mlp/down/kernel$", P("tensor", "fsdp")),
-    # These parameters are small and therefore replicated.
-    (r"blocks/.*/router(/kernel|_bias)$", P()),
-    (r"blocks/.*_scale$", P()),
-    (r"(^|/)adapters/", P()),
-    (r"sampler_head/inner/kernel$", P("fsdp", "tensor")),
-    (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
-    (r"(^|/)(norm|\w+_norm)/(scale|bias)$", P()),
-    # The parameters of other heads are small and therefore replicated.
-    (r"(^|/)\w+_head/", P()),
-)
-"""(path pattern, partition) pairs; the first match applies. The path of an optimiser moment ends
-with the path of its parameter. Every device has the whole of a parameter without a match."""
+AXIS_RULES = {
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "mlp": "tensor",
+    "experts": "expert",
+}
+"""The mesh axis that splits each logical axis of a parameter. Other axes are not split."""
 
 _SHOWN = 8
 
@@ -213,38 +199,91 @@ def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
     return first // size, batch_size // size
 
 
-def partition(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
-    """Partition of the parameter at `path` (``a/b/c``).
+def axes_of(network: Network, params: Params | None = None) -> Params:
+    """The `Axes` of each parameter in `params` (arrays or shapes), by default of `Network.init`.
 
-    A dimension that is not divisible by its mesh axis is replicated, and so is a parameter that no
-    rule of `RULES` matches (`replicated_by_default`).
+    Parameters that `Network.axes` does not declare are whole on each device, and those with at
+    least two axes besides the axis of the layers are matrices. The first axis numbers layers where
+    all parameters under a name have it in common and one of them has more than two axes.
+    Embeddings and maps to logits, which have an axis of the vocabulary, are not matrices, except in
+    heads.
+
+    Raises:
+      ValueError: the declaration does not fit the parameters.
     """
-    spec = _rule_of(path)
-    return P() if spec is None else fitting(spec, shape, mesh)
+    if params is None:
+        params = jax.eval_shape(network.init, key_of(0))
+    declared = {} if network.axes is None else network.axes(params)
+    like = {name: params.get(name, ()) for name in declared}
+    if jax.tree.structure(declared) != jax.tree.structure(like):
+        raise ValueError(
+            "Network.axes returns a tree that differs from the parameters of Network.init; return "
+            "the Axes of each parameter, or omit the top-level names to judge by rank"
+        )
+    for (path, axes), leaf in zip(named_leaves(declared), jax.tree.leaves(like), strict=True):
+        unknown = {*axes.names} - {*AXIS_RULES, LAYERS, None}
+        if unknown or len(axes.names) not in (0, leaf.ndim):
+            raise ValueError(
+                f"Network.axes names the axes {axes.names} of the parameter {path!r} of shape "
+                f"{leaf.shape}; use one of {', '.join(AXIS_RULES)}, {LAYERS} or None for each axis"
+            )
+    return {
+        name: declared[name]
+        if name in declared
+        else _by_rank(tree, 0 if name.endswith("_head") else network.vocab_size)
+        for name, tree in params.items()
+    }
 
 
-def _rule_of(path: str) -> P | None:
-    return next((spec for pattern, spec in RULES if re.search(pattern, path)), None)
+def _by_rank(params: Params, vocab_size: int) -> Params:
+    def is_stack(tree: Params) -> bool:
+        shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
+        return len({shape[:1] for shape in shapes}) == 1 and max(map(len, shapes)) > 2
+
+    def axes(tree: Params, in_stack: bool) -> Params:
+        if jax.tree_util.all_leaves([tree]):
+            return Axes(is_matrix=tree.ndim - in_stack >= 2 and vocab_size not in tree.shape)
+        in_stack = in_stack or is_stack(tree)
+        return jax.tree.map(
+            lambda part: axes(part, in_stack), tree, is_leaf=lambda node: node is not tree
+        )
+
+    return axes(params, False)
 
 
-def replicated_by_default(params: Params, mesh: Mesh) -> str:
-    """A line that names the matrices without a sharding rule; empty if there are none.
-
-    `params` are arrays or shapes. A single device needs no rules.
-    """
-    leaves = named_leaves(params)
-    names = [path for path, leaf in leaves if leaf.ndim > 1 and _rule_of(path) is None]
-    if not names or mesh.size == 1:
+def undeclared(network: Network, params: Params, num_devices: int) -> str:
+    """A line that lists the matrices that `axes_of` finds by rank; empty if all are declared."""
+    declared = {} if network.axes is None else network.axes(params)
+    rest = named_leaves({name: tree for name, tree in params.items() if name not in declared})
+    if not rest:
         return ""
+    by_path = dict(named_leaves(axes_of(network, params)))
+    names = [path for path, _ in rest if by_path[path].is_matrix]
     shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-    return f"without a sharding rule, and therefore whole on each of {mesh.size} devices: {shown}"
+    whole = f", which are whole on each of {num_devices} devices" * (num_devices > 1)
+    return f"matrices by rank, without Network.axes{whole}: {shown or 'none'}"
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
-    """Sharding of every leaf of a training state, whose leaves are arrays or their shapes."""
-    return map_named(
-        lambda path, leaf: NamedSharding(mesh, partition(path, leaf.shape, mesh)), tree
-    )
+def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
+    """Partition of a parameter; a dimension that its mesh axis does not divide is replicated."""
+    split = [AXIS_RULES.get(name or "") for name in axes.names]
+    return fitting(P(*split), shape, mesh) if any(split) and len(split) == len(shape) else P()
+
+
+def shardings(tree: Any, axes: Params, mesh: Mesh) -> Any:
+    """Sharding of every leaf of a training state, or of parameters, as arrays or shapes.
+
+    `axes` are the `Axes` of the parameters. What mirrors a parameter in the state, such as a
+    moment, is at the same path in a subtree and has the same sharding. Other leaves are replicated.
+    """
+    known = dict(jax.tree.leaves_with_path(axes))
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        ends = (path[start:] for start in range(len(path) + 1))
+        mirrored = next((known[end] for end in ends if end in known), Axes())
+        return NamedSharding(mesh, partition(mirrored, leaf.shape, mesh))
+
+    return jax.tree.map_with_path(sharding, tree)
 
 
 def path_name(path: tuple[Any, ...]) -> str:

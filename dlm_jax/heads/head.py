@@ -77,6 +77,8 @@ class Head:
       draw: ``(example, key) -> noise``, a pytree of random values and totals, drawn for the whole
         batch before it is split into microbatches. Each leaf is ``[B, ...]`` or a scalar.
       init: ``(key) -> params``; None if `Network.init` creates the parameters.
+      axes: ``(params) -> tree`` of the `dlm_jax.types.Axes` of these parameters. If None, those
+        with two axes are matrices, and each device has the whole of each parameter.
       metric: metric name of the loss; if empty, the head's name without ``_head``.
       reads_hidden: whether the loss reads `HeadInputs.hidden_BLD`.
       trains_trunk: whether the gradient flows into other parameters. If False, the other parameters
@@ -97,6 +99,7 @@ class Head:
     loss: Callable[[HeadInputs], Loss]
     draw: Callable[[MixedExample, jax.Array], Any] = _no_noise
     init: Callable[[jax.Array], Params] | None = None
+    axes: Callable[[Params], Params] | None = None
     metric: str = ""
     reads_hidden: bool = True
     trains_trunk: bool = False
@@ -143,7 +146,7 @@ class BuiltInHead:
       make: ``(setup) -> Head``, for a `dlm_jax.training.Setup`.
       layers: ``(config, linear, norm) -> layers``: the layers by name, in order of initialisation,
         for the section ``[model]``. They are created by ``linear(fan_in, fan_out, scale=...,
-        bias=False)`` and ``norm(size)``.
+        axes=...)`` and ``norm(size)``, as `dlm_jax.model.layers.Linear` and `Norm`.
       function: ``(config, layers_of, readout) -> Any``: the entry of the head in `Network.heads`.
         ``layers_of(params)`` has the layers as attributes.
       switch: the key of ``[model]`` that adds the head.
@@ -182,7 +185,7 @@ class BuiltInHead:
 
 
 def with_own_parameters(network: Network, heads: tuple[Head, ...]) -> Network:
-    """Returns the network with an `init` that also calls the `init` functions of the heads."""
+    """Returns the network with the parameters of the heads in its `init` and its `axes`."""
     inits = {head.name: (head.stream, head.init) for head in heads if head.init is not None}
     if not inits:
         return network
@@ -191,4 +194,9 @@ def with_own_parameters(network: Network, heads: tuple[Head, ...]) -> Network:
         own = {name: make(jax.random.fold_in(key, at)) for name, (at, make) in inits.items()}
         return network.init(key) | own
 
-    return replace(network, init=init)
+    def axes(params: Params) -> Params:
+        declared = {} if network.axes is None else network.axes(params)
+        own = {head.name: head.axes for head in heads if head.axes is not None}
+        return declared | {name: of(params[name]) for name, of in own.items() if name in params}
+
+    return replace(network, init=init, axes=axes)

@@ -26,8 +26,8 @@ STACKS = ("dense_blocks", "blocks", "full_blocks")
 """Top-level names of the stacks of blocks, in order."""
 
 
-def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params:
-    """Adds new adapters to the parameters if ``lora_rank`` is not 0."""
+def with_adapters(key: jax.Array, params: Params, axes: Params, config: ModelConfig) -> Params:
+    """Adds new adapters to the parameters if ``lora_rank`` is not 0. `axes` are their `Axes`."""
     if not config.lora_rank:
         return params
     made: dict[str, Any] = {}
@@ -35,7 +35,8 @@ def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params
     for stack in STACKS:
         for part, maps in params.get(stack, {}).items():
             for name in maps if isinstance(maps, dict) else ():
-                if name in config.lora_targets and "kernel" in maps[name]:
+                known = axes[stack][part][name]
+                if name in config.lora_targets and "kernel" in known and known["kernel"].is_matrix:
                     key, own = jax.random.split(key)
                     pair = _pair(own, maps[name]["kernel"].shape, config.lora_rank)
                     made.setdefault(stack, {}).setdefault(part, {})[name] = pair

@@ -21,19 +21,16 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax.distributed.partitions import map_named
+from dlm_jax.distributed.partitions import map_named, named_leaves
 from dlm_jax.model.kernels import cpu
-from dlm_jax.model.lora import STACKS
 from dlm_jax.pytree import pytree
 from dlm_jax.settings import SettingError, nearest
-from dlm_jax.types import Params
+from dlm_jax.types import LAYERS, Params
 
 KINDS = ("int8", "int8_dynamic")
 """Values of ``quantize``: weights only, or weights and their inputs."""
 
 _MOST = 127
-
-_KEPT = ("embedding", "head", "norm", "self_conditioning")
 
 
 @pytree
@@ -88,22 +85,23 @@ def check_kind(kind: str) -> None:
         raise SettingError("quantize", kind, "is unknown", nearest(kind, KINDS))
 
 
-def quantizer(kind: str) -> Callable[[str, Any], Any]:
-    """A function ``(path, parameter) -> parameter`` that quantises the matrices of the blocks.
+def quantizer(kind: str, axes: Params) -> Callable[[str, Any], Any]:
+    """A function ``(path, parameter) -> parameter`` that quantises matrices in stacks of layers.
+    `axes` are the `Axes` of all parameters.
 
     Raises:
-      SettingError: if a parameter has no rule, as in the experts and in custom networks; the
-        message names the parameter.
+      SettingError: the kind is unknown, or a matrix has no rule, as in the experts and in custom
+        networks; the message names the parameter.
     """
     check_kind(kind)
+    by_path = dict(named_leaves(axes))
 
     def of_leaf(path: str, leaf: Any) -> Any:
-        stack, last = path.split("/")[0], path.split("/")[-1]
-        is_in_block, is_expert = stack in STACKS, last.startswith("expert_")
-        if is_in_block and last == "kernel":
-            return _in_place(leaf, kind == "int8_dynamic")
-        if stack in _KEPT or stack.endswith("_head") or (is_in_block and not is_expert):
+        names, is_expert = by_path[path].names, "experts" in by_path[path].names
+        if not by_path[path].is_matrix or (names and LAYERS not in names):
             return leaf
+        if names and not is_expert:
+            return _in_place(leaf, kind == "int8_dynamic")
         raise SettingError(
             "quantize",
             kind,
@@ -134,6 +132,6 @@ def is_quantized(params: Params) -> bool:
     return any(isinstance(leaf, Quantized) for leaf in leaves)
 
 
-def quantized(params: Params, kind: str) -> Params:
+def quantized(params: Params, kind: str, axes: Params) -> Params:
     """Quantises the matrices of the blocks in `params`, which contains arrays or shapes."""
-    return map_named(quantizer(kind), params)
+    return map_named(quantizer(kind, axes), params)

@@ -23,13 +23,15 @@ from dlm_jax.diffusion.objectives import (
     Objective,
     next_token,
 )
-from dlm_jax.heads import HEADS, Head, with_own_parameters
+from dlm_jax.distributed.partitions import axes_of
+from dlm_jax.heads import HEADS, MAIN, Head, with_own_parameters
 from dlm_jax.model.transformer import build
 from dlm_jax.settings import SettingError
 from dlm_jax.training.optimisers import (
-    learning_rates,
+    Rates,
     make_grouped_optimizer,
-    matrices_of,
+    rates_at,
+    rates_of,
 )
 from dlm_jax.training.train_step import (
     Stage,
@@ -57,9 +59,8 @@ class Task:
       mixture: objectives of the model itself.
       heads: heads, in the order in which their losses are added.
       own_optimizer: custom optimiser of the main group; None uses ``[optim]``.
-      schedule: maps a step (counted from 0) to a factor that scales the learning rates, or the
-        updates of a custom optimiser. None uses the warm-up and cosine decay, or a factor of 1
-        for a custom optimiser.
+      schedule: maps a step (counted from 0) to a factor that scales the learning rates of
+        ``[optim]``. None uses the warm-up and cosine decay.
     """
 
     setup: Setup
@@ -70,9 +71,22 @@ class Task:
     schedule: optax.Schedule | None = None
 
     @functools.cached_property
-    def matrices(self) -> frozenset[str]:
-        """The paths of the parameters to which Muon and weight decay apply."""
-        return matrices_of(self.network, self.heads)
+    def axes(self) -> Params:
+        """The `dlm_jax.types.Axes` of the parameters."""
+        return axes_of(self.network)
+
+    @functools.cached_property
+    def rates(self) -> Rates:
+        """The learning rates, which a custom optimiser of the main group does not have."""
+        config = self.setup.config
+        rates = rates_of(
+            config.optim,
+            config.heads,
+            self.heads,
+            num_steps=config.train.steps,
+            schedule=self.schedule,
+        )
+        return rates if self.own_optimizer is None else {**rates, MAIN: {}}
 
     def measure(
         self, params: Params, batch: Batch, number_B: jax.Array, key: jax.Array
@@ -113,23 +127,15 @@ class Task:
             config.heads,
             self.heads,
             stage,
+            self.rates,
+            axes=self.axes,
             num_steps=config.train.steps,
-            matrices=self.matrices,
             own=self.own_optimizer,
-            schedule=self.schedule,
         )
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
         """The learning rates of a step (counted from 0), for its metrics."""
-        return learning_rates(
-            self.setup.config,
-            self.heads,
-            stage,
-            step,
-            num_steps=self.setup.config.train.steps,
-            is_own=self.own_optimizer is not None,
-            schedule=self.schedule,
-        )
+        return rates_at(self.rates, self.heads, stage, step)
 
     def abstract_state(self) -> TrainState:
         return abstract_state(*self._state_of())
@@ -159,6 +165,8 @@ def make_task(
             raise ValueError(f"model.{head.switch}=True requires a network with a {head.key} head")
     if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
         optimizer = _made_optimizer(optimizer, setup)
+    if optimizer is not None and schedule is not None:
+        optimizer = optax.chain(optimizer, optax.scale_by_schedule(schedule))
     return Task(
         setup,
         with_own_parameters(network, records),

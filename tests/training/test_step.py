@@ -19,7 +19,6 @@ from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import costs
 from dlm_jax.diffusion.objectives import Batch, Example, Mixture, ObjectiveConfig, denoising, elbo
 from dlm_jax.distributed.partitions import make_mesh
-from dlm_jax.training.optimisers import make_optimizer, matrices_of
 from dlm_jax.training.train_step import (
     TrainState,
     abstract_state,
@@ -31,9 +30,7 @@ from dlm_jax.training.train_step import (
 from dlm_jax.types import Network
 
 ROWS, POSITIONS, STEPS = 8, 8, 3
-OPTIMIZER = make_optimizer(
-    OptimConfig(warmup_steps=1, weight_decay=0.1), num_steps=20, matrices=matrices_of(toy.network())
-)
+OPTIMIZER = toy.optimizer(OptimConfig(warmup_steps=1, weight_decay=0.1), num_steps=20)
 MESHES = {
     "one": (MeshConfig(), 1),
     "data": (MeshConfig(data=8), 8),
