@@ -107,13 +107,17 @@ def on_own_share(
     lead: tuple[int, ...] = min((tuple(x.shape) for x in arrays), key=len)
     spec = with_trivial(fitting(PLACES[kind], lead, mesh), mesh)
     leaves, structure = jax.tree.flatten(params)
-    read = _leaves_read(compute, leaves, structure, arrays)
+
+    def flat(leaves: list[jax.Array], *own: jax.Array) -> jax.Array:
+        return compute(jax.tree.unflatten(structure, leaves), *own)
+
+    jaxpr = jax.make_jaxpr(flat)(leaves, *arrays).jaxpr
+    used = {id(x) for equation in jaxpr.eqns for x in equation.invars}
+    read = [place for place, x in enumerate(jaxpr.invars[: len(leaves)]) if id(x) in used]
 
     def of_share(given: list[jax.Array], *own: jax.Array) -> jax.Array:
-        merged = [*leaves]
-        for place, leaf in zip(read, given, strict=True):
-            merged[place] = leaf
-        return compute(jax.tree.unflatten(structure, merged), *own)
+        merged = dict(enumerate(leaves)) | dict(zip(read, given, strict=True))
+        return flat(list(merged.values()), *own)
 
     split = jax.shard_map(
         of_share, in_specs=(P(), *[spec] * len(arrays)), out_specs=spec, check_vma=False
@@ -130,20 +134,6 @@ def with_trivial(spec: P, mesh: Mesh | AbstractMesh) -> P:
     named = (first,) if isinstance(first, str) else tuple(first or ())
     trivial = tuple(name for name, size in mesh.shape.items() if size == 1)
     return P((*named, *trivial) or None, *spec[1:])
-
-
-def _leaves_read(
-    compute: Callable[..., jax.Array], leaves: list[Any], structure: Any, arrays: tuple[Any, ...]
-) -> list[int]:
-    """Indices of the leaves that `compute` reads."""
-
-    def flat(*inputs: jax.Array) -> jax.Array:
-        given, own = inputs[: len(leaves)], inputs[len(leaves) :]
-        return compute(jax.tree.unflatten(structure, given), *own)
-
-    jaxpr = jax.make_jaxpr(flat)(*leaves, *arrays).jaxpr
-    used = {id(x) for equation in jaxpr.eqns for x in equation.invars}
-    return [place for place, x in enumerate(jaxpr.invars[: len(leaves)]) if id(x) in used]
 
 
 AXIS_RULES = {
@@ -215,7 +205,8 @@ def axes_of(network: Network, params: Params | None = None) -> Params:
         params = jax.eval_shape(network.init, key_of(0))
     declared = {} if network.axes is None else network.axes(params)
     like = {name: params.get(name, ()) for name in declared}
-    if jax.tree.structure(declared) != jax.tree.structure(like):
+    is_like = jax.tree.structure(declared) == jax.tree.structure(like)
+    if not is_like or not all(isinstance(one, Axes) for one in jax.tree.leaves(declared)):
         raise ValueError(
             "Network.axes returns a tree that differs from the parameters of Network.init; return "
             "the Axes of each parameter, or omit the top-level names to judge by rank"
@@ -227,41 +218,30 @@ def axes_of(network: Network, params: Params | None = None) -> Params:
                 f"Network.axes names the axes {axes.names} of the parameter {path!r} of shape "
                 f"{leaf.shape}; use one of {', '.join(AXIS_RULES)}, {LAYERS} or None for each axis"
             )
-    return {
-        name: declared[name]
-        if name in declared
-        else _by_rank(tree, 0 if name.endswith("_head") else network.vocab_size)
-        for name, tree in params.items()
-    }
+    sizes = {name: 0 if name.endswith("_head") else network.vocab_size for name in params}
+    return {name: _by_rank(params[name], size) for name, size in sizes.items()} | declared
 
 
-def _by_rank(params: Params, vocab_size: int) -> Params:
-    def is_stack(tree: Params) -> bool:
-        shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
-        return len({shape[:1] for shape in shapes}) == 1 and max(map(len, shapes)) > 2
-
-    def axes(tree: Params, in_stack: bool) -> Params:
-        if jax.tree_util.all_leaves([tree]):
-            return Axes(is_matrix=tree.ndim - in_stack >= 2 and vocab_size not in tree.shape)
-        in_stack = in_stack or is_stack(tree)
-        return jax.tree.map(
-            lambda part: axes(part, in_stack), tree, is_leaf=lambda node: node is not tree
-        )
-
-    return axes(params, False)
+def _by_rank(tree: Params, vocab_size: int, in_stack: bool = False) -> Params:
+    if jax.tree_util.all_leaves([tree]):
+        return Axes(is_matrix=tree.ndim - in_stack > 1 and vocab_size not in tree.shape)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
+    in_stack |= len({shape[:1] for shape in shapes}) == 1 and max(map(len, shapes)) > 2
+    return jax.tree.map(
+        lambda part: _by_rank(part, vocab_size, in_stack), tree, is_leaf=lambda x: x is not tree
+    )
 
 
 def undeclared(network: Network, params: Params, num_devices: int) -> str:
     """A line that lists the matrices that `axes_of` finds by rank; empty if all are declared."""
     declared = {} if network.axes is None else network.axes(params)
-    rest = named_leaves({name: tree for name, tree in params.items() if name not in declared})
-    if not rest:
+    if declared.keys() >= params.keys():
         return ""
-    by_path = dict(named_leaves(axes_of(network, params)))
-    names = [path for path, _ in rest if by_path[path].is_matrix]
+    axes = {name: tree for name, tree in axes_of(network, params).items() if name not in declared}
+    names = [path for path, one in named_leaves(axes) if one.is_matrix] or ["none"]
     shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
     whole = f", which are whole on each of {num_devices} devices" * (num_devices > 1)
-    return f"matrices by rank, without Network.axes{whole}: {shown or 'none'}"
+    return f"matrices by rank, without Network.axes{whole}: {shown}"
 
 
 def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
@@ -376,13 +356,12 @@ class OwnRows:
 
     def fetch(self, tree: Any) -> Any:
         """Rows of this process, copied from the devices to the host."""
-        if self.share[1] == 1:
-            return jax.device_get(tree)
-        return jax.tree.map(self._fetch, tree)
 
-    def _fetch(self, leaf: jax.Array) -> np.ndarray:
-        parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
-        return np.concatenate([np.asarray(parts[start].data) for start in sorted(parts)])
+        def fetch(leaf: jax.Array) -> np.ndarray:
+            parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
+            return np.concatenate([np.asarray(parts[start].data) for start in sorted(parts)])
+
+        return jax.device_get(tree) if self.share[1] == 1 else jax.tree.map(fetch, tree)
 
 
 def digest_of(params: Params) -> str:
@@ -392,36 +371,29 @@ def digest_of(params: Params) -> str:
     element contributes its bit pattern times an odd number derived from its index. A change to a
     single element is therefore always detected.
     """
+
+    def sums(leaf: jax.Array) -> jax.Array:
+        leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+        bits = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+        words = jax.lax.bitcast_convert_type(leaf, bits).astype(jnp.uint32)
+        place = jnp.zeros(words.shape, jnp.uint32)
+        for axis, size in enumerate(words.shape):
+            along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+            place = place * jnp.uint32(size % 2**32) + along
+        # The multiplications spread the differences between neighbouring indices over all bits.
+        mixed = place * jnp.uint32(0x9E3779B1)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
+        factors = mixed, (mixed >> 16) | (mixed << 16)
+        return jnp.stack([jnp.sum(words * (one | 1), dtype=jnp.uint32) for one in factors])
+
     leaves = jax.tree.leaves(params)
     mesh = getattr(_sharding_of(params), "mesh", None)
     everywhere = None if mesh is None else NamedSharding(mesh, P())
-    sums = jax.jit(
-        lambda leaves: jnp.stack([_sums(leaf) for leaf in leaves]), out_shardings=everywhere
-    )(leaves)
+    of_all = jax.jit(lambda leaves: jnp.stack([*map(sums, leaves)]), out_shardings=everywhere)
     told = "".join(f"{leaf.shape} {leaf.dtype}" for leaf in leaves).encode()
-    return hashlib.sha256(told + np.asarray(sums).astype("<u4").tobytes()).hexdigest()[:16]
-
-
-def _sums(leaf: jax.Array) -> jax.Array:
-    """Two sums over the bits of an array, uint32 ``[2]``, independent of the sharding."""
-    if leaf.dtype == jnp.bool_:
-        leaf = leaf.astype(jnp.uint8)
-    bits = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
-    words = jax.lax.bitcast_convert_type(leaf, bits).astype(jnp.uint32)
-    place = jnp.zeros(words.shape, jnp.uint32)
-    for axis, size in enumerate(words.shape):
-        along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        place = place * jnp.uint32(size % 2**32) + along
-
-    # The multiplications spread the differences between neighbouring indices over all bits.
-    mixed = place * jnp.uint32(0x9E3779B1)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
-    return jnp.stack(
-        [
-            jnp.sum(words * (factor | 1), dtype=jnp.uint32)
-            for factor in (mixed, (mixed >> 16) | (mixed << 16))
-        ]
-    )
+    return hashlib.sha256(told + np.asarray(of_all(leaves)).astype("<u4").tobytes()).hexdigest()[
+        :16
+    ]
 
 
 def _sharding_of(params: Params) -> jax.sharding.Sharding | None:

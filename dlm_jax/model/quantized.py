@@ -60,23 +60,19 @@ def product(x: jax.Array, kernel: jax.Array | Quantized) -> jax.Array:
     """``x @ kernel`` in the dtype of `x`, shape ``[..., F]``."""
     if not isinstance(kernel, Quantized):
         return cpu.linear(x, kernel.astype(x.dtype))
-    lead = (1,) * (x.ndim - 1)
-    scales = kernel.scales.reshape(*lead, -1)
+
+    def sums(x: jax.Array, values_DF: jax.Array, dtype: Any) -> jax.Array:
+        contracted = (((x.ndim - 1,), (0,)), ((), ()))
+        return jax.lax.dot_general(x, values_DF, contracted, preferred_element_type=dtype)
+
+    scales = kernel.scales.reshape(*(1,) * (x.ndim - 1), -1)
     if not kernel.is_dynamic:
-        y = _sum_of_products(x, kernel.values.astype(x.dtype), jnp.float32)
-        return (y * scales).astype(x.dtype)
+        return (sums(x, kernel.values.astype(x.dtype), jnp.float32) * scales).astype(x.dtype)
     x32 = x.astype(jnp.float32)
     most = jnp.max(jnp.abs(x32), axis=-1, keepdims=True)
     size = jnp.where(most > 0, most / _MOST, 1.0)
-    whole = jnp.round(x32 / size).astype(jnp.int8)
-    y = _sum_of_products(whole, kernel.values, jnp.int32)
+    y = sums(jnp.round(x32 / size).astype(jnp.int8), kernel.values, jnp.int32)
     return (y.astype(jnp.float32) * size * scales).astype(x.dtype)
-
-
-def _sum_of_products(x: jax.Array, kernel_DF: jax.Array, dtype: Any) -> jax.Array:
-    return jax.lax.dot_general(
-        x, kernel_DF, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype
-    )
 
 
 def check_kind(kind: str) -> None:
