@@ -207,7 +207,7 @@ def sampling_step(
 
     from dlm_jax.devices import used
     from dlm_jax.distributed import compiler
-    from dlm_jax.distributed.partitions import shardings
+    from dlm_jax.distributed.partitions import axes_of, shardings
     from dlm_jax.model.quantized import quantized
     from dlm_jax.model.transformer import build
     from dlm_jax.sampling.forward import with_cache
@@ -239,10 +239,11 @@ def sampling_step(
         return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=place)
 
     params = jax.eval_shape(network.init, jax.random.key(0))
+    axes = axes_of(network, params)
     params = jax.tree.map(
-        lambda x, place: at(x, place, "bfloat16"), params, shardings(params, mesh)
+        lambda x, place: at(x, place, "bfloat16"), params, shardings(params, axes, mesh)
     )
-    params = params if quantize is None else quantized(params, quantize)
+    params = params if quantize is None else quantized(params, quantize, axes)
     with used(split):
         state = jax.eval_shape(make, params)
     state = jax.tree.map(lambda leaf: at(leaf, split), state)

@@ -36,7 +36,7 @@ from dlm_jax.config import (
 from dlm_jax.contrib.pod_costs import Mode, cost, torus_of
 from dlm_jax.data import Tokenizer
 from dlm_jax.distributed.mesh import CHIPS, topology_devices
-from dlm_jax.distributed.partitions import make_mesh, shardings
+from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.slots import Bucket, compiled_loop
@@ -109,7 +109,7 @@ def abstract_model(case: Case, mesh: Mesh, cache: str, options: tuple[str, ...])
     """The model of a case, with sharded shapes as parameters."""
     network = build(case.model)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
-    places = shardings(shapes, mesh)
+    places = shardings(shapes, axes_of(network, shapes), mesh)
     params = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, "bfloat16", sharding=place),
         shapes, places,
@@ -177,7 +177,7 @@ def measure(
 def on_paper(model: ModelConfig, mesh: Mesh) -> float:
     """GiB per chip: a share of the parameters, one whole layer, and the LM head."""
     shapes = jax.eval_shape(build(model).init, jax.random.key(0))
-    places = shardings(shapes, mesh)
+    places = shardings(shapes, axes_of(build(model)), mesh)
     shares = jax.tree.map(lambda x, place: math.prod(place.shard_shape(x.shape)), shapes, places)
     layer = sum(leaf.size for leaf in jax.tree.leaves(shapes["blocks"]))
     layer /= len(model.layers["blocks"])

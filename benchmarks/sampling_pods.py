@@ -37,7 +37,7 @@ from dlm_jax.contrib.pod_costs import Cost, Mode, cost, torus_of
 from dlm_jax.devices import used
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.mesh import CHIPS, topology_devices
-from dlm_jax.distributed.partitions import make_mesh, named_leaves, on_own_rows, shardings
+from dlm_jax.distributed.partitions import axes_of, make_mesh, named_leaves, on_own_rows, shardings
 from dlm_jax.model.quantized import quantized
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.loop import Advance, start
@@ -150,10 +150,11 @@ def compiled(step: Step, mesh: Mesh, options: tuple[str, ...]) -> jax.stages.Com
         return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=place)
 
     shapes = jax.eval_shape(network.init, jax.random.key(0))
+    axes = axes_of(network, shapes)
     params = jax.tree.map(
-        lambda x, place: at(x, place, "bfloat16"), shapes, shardings(shapes, mesh)
+        lambda x, place: at(x, place, "bfloat16"), shapes, shardings(shapes, axes, mesh)
     )
-    params = quantized(params, step.quantize) if step.quantize else params
+    params = quantized(params, step.quantize, axes) if step.quantize else params
     chosen = compiler.options("sample", mesh, options)
     if step.kind == "rest":
         advance, params, make = rest(step, network, params, split, chosen)

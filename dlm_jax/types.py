@@ -28,6 +28,25 @@ Params = Any
 """A plain nested dict of parameter arrays."""
 
 
+LAYERS = "layers"
+"""Logical name of the axis that numbers the layers of a stack."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The meaning of a parameter, which a layer declares where it creates the parameter.
+
+    Attributes:
+      names: logical name of each axis, a key of `dlm_jax.distributed.partitions.AXIS_RULES`,
+        ``layers`` or None; or no names, for a parameter that every device has whole.
+      is_matrix: whether the parameter is a matrix ``[..., fan_in, fan_out]`` or a stack of
+        matrices, to which Muon and weight decay apply.
+    """
+
+    names: tuple[str | None, ...] = ()
+    is_matrix: bool = False
+
+
 class Window(NamedTuple):
     """For each row, the run of positions that the trunk computes; all fields are int32 ``[N]``.
 
@@ -145,10 +164,10 @@ class Network:
       signal: ``(params, logits_NV) -> vectors_ND``: the self-conditioning signal, the mean
         embedding under the softmax of the logits. None if the network has no signal.
       canvas_length: number of positions in a canvas; 0 for a network without canvases.
-      is_matrix: ``(params) -> tree``, given arrays or shapes: a tree like `params` with True at
-          each matrix ``[..., fan_in, fan_out]`` or stack of matrices, to which Muon and weight
-          decay apply. Parameters under the top-level names that the tree omits, or all if None,
-          are judged by shape (`dlm_jax.training.optimisers.matrices_by_shape`).
+      axes: ``(params) -> tree``, given arrays or shapes: a tree like `params` with the `Axes` of
+          each parameter, which sharding, weight decay, Muon and quantisation read. Parameters under
+          the top-level names that the tree omits, or all if None, are judged by rank
+          (`dlm_jax.distributed.partitions.axes_of`).
       predicts_first: False for a causal network that predicts each token from the tokens before it
         and nothing else. The trunk's output at the first position of a row is then undefined, and
         the first token is given.
@@ -167,7 +186,7 @@ class Network:
     behind: Callable[..., jax.Array] | None = None
     signal: Callable[[Params, jax.Array], jax.Array] | None = None
     canvas_length: int = 0
-    is_matrix: Callable[[Params], Params] | None = None
+    axes: Callable[[Params], Params] | None = None
     predicts_first: bool = True
 
     def __post_init__(self) -> None:

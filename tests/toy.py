@@ -8,23 +8,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.config import ModelConfig
+from dlm_jax.config import ModelConfig, OptimConfig
+from dlm_jax.distributed.partitions import axes_of, named_leaves
+from dlm_jax.heads import MAIN
 from dlm_jax.model.transformer import build
+from dlm_jax.training.optimisers import make_optimizer, rates_of
 from dlm_jax.types import Network, Params
 
 VOCAB_SIZE = 12
 MASK, PAD, BOS, EOS = 8, 9, 10, 11
 BANNED = (MASK, PAD, BOS)
 SPACE = 7
+SHAPE = {"depth": 2, "width": 16, "heads": 2, "vocab_size": VOCAB_SIZE}
 
 
 def config(**changes) -> ModelConfig:
-    defaults = {"depth": 2, "width": 16, "heads": 2, "vocab_size": VOCAB_SIZE}
-    return ModelConfig(**(defaults | changes))
+    return ModelConfig(**(SHAPE | changes))
 
 
 def network() -> Network:
     return build(config())
+
+
+def matrices(network: Network) -> set[str]:
+    """The paths of the matrices that a network declares."""
+    return {path for path, axes in named_leaves(axes_of(network)) if axes.is_matrix}
+
+
+def optimizer(config: OptimConfig, *, num_steps: int, network: Network | None = None, **changes):
+    """The optimiser of the main group of a run."""
+    rates = rates_of(config, num_steps=num_steps, **changes)[MAIN]
+    return make_optimizer(config, rates, axes=axes_of(network or build(ModelConfig(**SHAPE))))
 
 
 def random_params(network: Network, seed: int = 0, scale: float = 0.3) -> Params:

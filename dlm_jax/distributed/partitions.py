@@ -1,5 +1,5 @@
-"""Sharding on a mesh: a partition for each parameter path, for each kind of activation, and for the
-rows of a batch.
+"""Sharding on a mesh: a partition for each logical axis of a parameter, for each kind of
+activation, and for the rows of a batch.
 
 ``data`` splits the batch. ``fsdp`` splits the batch, the parameters and their optimiser state.
 ``tensor`` splits the matrices inside a layer. ``expert`` splits the experts of a layer, and the
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.mesh import MeshConfig, arranged, shape_of
-from dlm_jax.types import Params
+from dlm_jax.randomness import key_of
+from dlm_jax.types import LAYERS, Axes, Network, Params
 
 ROWS = ("data", "fsdp", "expert")
 """Axes that split the rows of a batch."""
@@ -107,13 +107,17 @@ def on_own_share(
     lead: tuple[int, ...] = min((tuple(x.shape) for x in arrays), key=len)
     spec = with_trivial(fitting(PLACES[kind], lead, mesh), mesh)
     leaves, structure = jax.tree.flatten(params)
-    read = _leaves_read(compute, leaves, structure, arrays)
+
+    def flat(leaves: list[jax.Array], *own: jax.Array) -> jax.Array:
+        return compute(jax.tree.unflatten(structure, leaves), *own)
+
+    jaxpr = jax.make_jaxpr(flat)(leaves, *arrays).jaxpr
+    used = {id(x) for equation in jaxpr.eqns for x in equation.invars}
+    read = [place for place, x in enumerate(jaxpr.invars[: len(leaves)]) if id(x) in used]
 
     def of_share(given: list[jax.Array], *own: jax.Array) -> jax.Array:
-        merged = [*leaves]
-        for place, leaf in zip(read, given, strict=True):
-            merged[place] = leaf
-        return compute(jax.tree.unflatten(structure, merged), *own)
+        merged = dict(enumerate(leaves)) | dict(zip(read, given, strict=True))
+        return flat(list(merged.values()), *own)
 
     split = jax.shard_map(
         of_share, in_specs=(P(), *[spec] * len(arrays)), out_specs=spec, check_vma=False
@@ -132,42 +136,14 @@ def with_trivial(spec: P, mesh: Mesh | AbstractMesh) -> P:
     return P((*named, *trivial) or None, *spec[1:])
 
 
-def _leaves_read(
-    compute: Callable[..., jax.Array], leaves: list[Any], structure: Any, arrays: tuple[Any, ...]
-) -> list[int]:
-    """Indices of the leaves that `compute` reads."""
-
-    def flat(*inputs: jax.Array) -> jax.Array:
-        given, own = inputs[: len(leaves)], inputs[len(leaves) :]
-        return compute(jax.tree.unflatten(structure, given), *own)
-
-    jaxpr = jax.make_jaxpr(flat)(*leaves, *arrays).jaxpr
-    used = {id(x) for equation in jaxpr.eqns for x in equation.invars}
-    return [place for place, x in enumerate(jaxpr.invars[: len(leaves)]) if id(x) in used]
-
-
-RULES: tuple[tuple[str, P], ...] = (
-    (r"embedding$", P("tensor", "fsdp")),
-    (r"(^|/)head/kernel$", P("fsdp", "tensor")),
-    (r"blocks/.*/(query|key|value|up|gate)/kernel$", P(None, "fsdp", "tensor")),
-    (r"blocks/.*/(out|down)/kernel$", P(None, "tensor", "fsdp")),
-    (r"blocks/.*/(query|key|value)/bias$", P(None, "tensor")),
-    (r"blocks/.*/expert_(gate|up)$", P(None, "expert", "fsdp", "tensor")),
-    (r"blocks/.*/expert_down$", P(None, "expert", "tensor", "fsdp")),
-    (r"self_conditioning/mlp/(up|gate)/kernel$", P("fsdp", "tensor")),
-    (r"self_conditioning/mlp/down/kernel$", P("tensor", "fsdp")),
-    # These parameters are small and therefore replicated.
-    (r"blocks/.*/router(/kernel|_bias)$", P()),
-    (r"blocks/.*_scale$", P()),
-    (r"(^|/)adapters/", P()),
-    (r"sampler_head/inner/kernel$", P("fsdp", "tensor")),
-    (r"sampler_head/out/kernel$", P("tensor", "fsdp")),
-    (r"(^|/)(norm|\w+_norm)/(scale|bias)$", P()),
-    # The parameters of other heads are small and therefore replicated.
-    (r"(^|/)\w+_head/", P()),
-)
-"""(path pattern, partition) pairs; the first match applies. The path of an optimiser moment ends
-with the path of its parameter. Every device has the whole of a parameter without a match."""
+AXIS_RULES = {
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "mlp": "tensor",
+    "experts": "expert",
+}
+"""The mesh axis that splits each logical axis of a parameter. Other axes are not split."""
 
 _SHOWN = 8
 
@@ -213,38 +189,81 @@ def share_of_batch(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
     return first // size, batch_size // size
 
 
-def partition(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
-    """Partition of the parameter at `path` (``a/b/c``).
+def axes_of(network: Network, params: Params | None = None) -> Params:
+    """The `Axes` of each parameter in `params` (arrays or shapes), by default of `Network.init`.
 
-    A dimension that is not divisible by its mesh axis is replicated, and so is a parameter that no
-    rule of `RULES` matches (`replicated_by_default`).
+    Parameters that `Network.axes` does not declare are whole on each device, and those with at
+    least two axes besides the axis of the layers are matrices. The first axis numbers layers where
+    all parameters under a name have it in common and one of them has more than two axes.
+    Embeddings and maps to logits, which have an axis of the vocabulary, are not matrices, except in
+    heads.
+
+    Raises:
+      ValueError: the declaration does not fit the parameters.
     """
-    spec = _rule_of(path)
-    return P() if spec is None else fitting(spec, shape, mesh)
+    if params is None:
+        params = jax.eval_shape(network.init, key_of(0))
+    declared = {} if network.axes is None else network.axes(params)
+    like = {name: params.get(name, ()) for name in declared}
+    is_like = jax.tree.structure(declared) == jax.tree.structure(like)
+    if not is_like or not all(isinstance(one, Axes) for one in jax.tree.leaves(declared)):
+        raise ValueError(
+            "Network.axes returns a tree that differs from the parameters of Network.init; return "
+            "the Axes of each parameter, or omit the top-level names to judge by rank"
+        )
+    for (path, axes), leaf in zip(named_leaves(declared), jax.tree.leaves(like), strict=True):
+        unknown = {*axes.names} - {*AXIS_RULES, LAYERS, None}
+        if unknown or len(axes.names) not in (0, leaf.ndim):
+            raise ValueError(
+                f"Network.axes names the axes {axes.names} of the parameter {path!r} of shape "
+                f"{leaf.shape}; use one of {', '.join(AXIS_RULES)}, {LAYERS} or None for each axis"
+            )
+    sizes = {name: 0 if name.endswith("_head") else network.vocab_size for name in params}
+    return {name: _by_rank(params[name], size) for name, size in sizes.items()} | declared
 
 
-def _rule_of(path: str) -> P | None:
-    return next((spec for pattern, spec in RULES if re.search(pattern, path)), None)
-
-
-def replicated_by_default(params: Params, mesh: Mesh) -> str:
-    """A line that names the matrices without a sharding rule; empty if there are none.
-
-    `params` are arrays or shapes. A single device needs no rules.
-    """
-    leaves = named_leaves(params)
-    names = [path for path, leaf in leaves if leaf.ndim > 1 and _rule_of(path) is None]
-    if not names or mesh.size == 1:
-        return ""
-    shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-    return f"without a sharding rule, and therefore whole on each of {mesh.size} devices: {shown}"
-
-
-def shardings(tree: Any, mesh: Mesh) -> Any:
-    """Sharding of every leaf of a training state, whose leaves are arrays or their shapes."""
-    return map_named(
-        lambda path, leaf: NamedSharding(mesh, partition(path, leaf.shape, mesh)), tree
+def _by_rank(tree: Params, vocab_size: int, in_stack: bool = False) -> Params:
+    if jax.tree_util.all_leaves([tree]):
+        return Axes(is_matrix=tree.ndim - in_stack > 1 and vocab_size not in tree.shape)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
+    in_stack |= len({shape[:1] for shape in shapes}) == 1 and max(map(len, shapes)) > 2
+    return jax.tree.map(
+        lambda part: _by_rank(part, vocab_size, in_stack), tree, is_leaf=lambda x: x is not tree
     )
+
+
+def undeclared(network: Network, params: Params, num_devices: int) -> str:
+    """A line that lists the matrices that `axes_of` finds by rank; empty if all are declared."""
+    declared = {} if network.axes is None else network.axes(params)
+    if declared.keys() >= params.keys():
+        return ""
+    axes = {name: tree for name, tree in axes_of(network, params).items() if name not in declared}
+    names = [path for path, one in named_leaves(axes) if one.is_matrix] or ["none"]
+    shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+    whole = f", which are whole on each of {num_devices} devices" * (num_devices > 1)
+    return f"matrices by rank, without Network.axes{whole}: {shown}"
+
+
+def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
+    """Partition of a parameter; a dimension that its mesh axis does not divide is replicated."""
+    split = [AXIS_RULES.get(name or "") for name in axes.names]
+    return fitting(P(*split), shape, mesh) if any(split) and len(split) == len(shape) else P()
+
+
+def shardings(tree: Any, axes: Params, mesh: Mesh) -> Any:
+    """Sharding of every leaf of a training state, or of parameters, as arrays or shapes.
+
+    `axes` are the `Axes` of the parameters. What mirrors a parameter in the state, such as a
+    moment, is at the same path in a subtree and has the same sharding. Other leaves are replicated.
+    """
+    known = dict(jax.tree.leaves_with_path(axes))
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        ends = (path[start:] for start in range(len(path) + 1))
+        mirrored = next((known[end] for end in ends if end in known), Axes())
+        return NamedSharding(mesh, partition(mirrored, leaf.shape, mesh))
+
+    return jax.tree.map_with_path(sharding, tree)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -337,13 +356,12 @@ class OwnRows:
 
     def fetch(self, tree: Any) -> Any:
         """Rows of this process, copied from the devices to the host."""
-        if self.share[1] == 1:
-            return jax.device_get(tree)
-        return jax.tree.map(self._fetch, tree)
 
-    def _fetch(self, leaf: jax.Array) -> np.ndarray:
-        parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
-        return np.concatenate([np.asarray(parts[start].data) for start in sorted(parts)])
+        def fetch(leaf: jax.Array) -> np.ndarray:
+            parts = {shard.index[0].start or 0: shard for shard in leaf.addressable_shards}
+            return np.concatenate([np.asarray(parts[start].data) for start in sorted(parts)])
+
+        return jax.device_get(tree) if self.share[1] == 1 else jax.tree.map(fetch, tree)
 
 
 def digest_of(params: Params) -> str:
@@ -353,36 +371,29 @@ def digest_of(params: Params) -> str:
     element contributes its bit pattern times an odd number derived from its index. A change to a
     single element is therefore always detected.
     """
+
+    def sums(leaf: jax.Array) -> jax.Array:
+        leaf = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+        bits = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
+        words = jax.lax.bitcast_convert_type(leaf, bits).astype(jnp.uint32)
+        place = jnp.zeros(words.shape, jnp.uint32)
+        for axis, size in enumerate(words.shape):
+            along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+            place = place * jnp.uint32(size % 2**32) + along
+        # The multiplications spread the differences between neighbouring indices over all bits.
+        mixed = place * jnp.uint32(0x9E3779B1)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
+        factors = mixed, (mixed >> 16) | (mixed << 16)
+        return jnp.stack([jnp.sum(words * (one | 1), dtype=jnp.uint32) for one in factors])
+
     leaves = jax.tree.leaves(params)
     mesh = getattr(_sharding_of(params), "mesh", None)
     everywhere = None if mesh is None else NamedSharding(mesh, P())
-    sums = jax.jit(
-        lambda leaves: jnp.stack([_sums(leaf) for leaf in leaves]), out_shardings=everywhere
-    )(leaves)
+    of_all = jax.jit(lambda leaves: jnp.stack([*map(sums, leaves)]), out_shardings=everywhere)
     told = "".join(f"{leaf.shape} {leaf.dtype}" for leaf in leaves).encode()
-    return hashlib.sha256(told + np.asarray(sums).astype("<u4").tobytes()).hexdigest()[:16]
-
-
-def _sums(leaf: jax.Array) -> jax.Array:
-    """Two sums over the bits of an array, uint32 ``[2]``, independent of the sharding."""
-    if leaf.dtype == jnp.bool_:
-        leaf = leaf.astype(jnp.uint8)
-    bits = {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32)
-    words = jax.lax.bitcast_convert_type(leaf, bits).astype(jnp.uint32)
-    place = jnp.zeros(words.shape, jnp.uint32)
-    for axis, size in enumerate(words.shape):
-        along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        place = place * jnp.uint32(size % 2**32) + along
-
-    # The multiplications spread the differences between neighbouring indices over all bits.
-    mixed = place * jnp.uint32(0x9E3779B1)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
-    return jnp.stack(
-        [
-            jnp.sum(words * (factor | 1), dtype=jnp.uint32)
-            for factor in (mixed, (mixed >> 16) | (mixed << 16))
-        ]
-    )
+    return hashlib.sha256(told + np.asarray(of_all(leaves)).astype("<u4").tobytes()).hexdigest()[
+        :16
+    ]
 
 
 def _sharding_of(params: Params) -> jax.sharding.Sharding | None:

@@ -54,6 +54,8 @@ class Head:
       draw: ``(drawn, key) -> noise``, a pytree of random values and totals, drawn for the whole
         batch before it is split into microbatches. Each leaf is ``[B, ...]`` or a scalar.
       init: ``(key) -> params``; None if `Network.init` creates the parameters.
+      axes: ``(params) -> tree`` of the `dlm_jax.types.Axes` of these parameters. If None, those
+        with two axes are matrices, and each device has the whole of each parameter.
       trains_trunk: whether the gradient flows into other parameters. If False, the other parameters
         are bitwise equal to those of a run without the head.
       start: first step at which the head is trained.
@@ -70,6 +72,7 @@ class Head:
     loss: Callable[[Network, Params, Drawn], Loss]
     draw: Callable[[Drawn, jax.Array], Any] = lambda drawn, key: ()
     init: Callable[[jax.Array], Params] | None = None
+    axes: Callable[[Params], Params] | None = None
     trains_trunk: bool = False
     start: int = 0
     end: int = 0
@@ -138,7 +141,8 @@ class BuiltInHead:
     def layers(self, config: Any, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
         """The layers by name, in order of initialisation, for the section ``[model]``.
 
-        They are created by ``linear(fan_in, fan_out, scale=..., bias=False)`` and ``norm(size)``.
+        They are created by ``linear(fan_in, fan_out, scale=..., axes=...)`` and ``norm(size)``, as
+        `dlm_jax.model.layers.Linear` and `Norm`.
         """
         raise NotImplementedError
 

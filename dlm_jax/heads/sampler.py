@@ -77,9 +77,13 @@ class SamplerHead(BuiltInHead):
         """
         width, inner = config.width, config.sampler_width or config.width
         return {
-            "inner": linear((1 + 2 * config.sampler_context) * width, inner, scale=1.0),
+            "inner": linear(
+                (1 + 2 * config.sampler_context) * width, inner, scale=1.0, axes=("embed", "mlp")
+            ),
             "inner_norm": norm(inner),
-            "out": linear(inner, width, scale=0.0 if config.sampler_residual else 1.0),
+            "out": linear(
+                inner, width, scale=0.0 if config.sampler_residual else 1.0, axes=("mlp", "embed")
+            ),
             "out_norm": norm(width),
         }
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,16 +29,23 @@ from dlm_jax.data import (
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.diffusion.processes import Process
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.partitions import make_mesh, partition, replicated_by_default
+from dlm_jax.distributed.partitions import (
+    axes_of,
+    make_mesh,
+    named_leaves,
+    partition,
+    undeclared,
+)
 from dlm_jax.heads import HEADS
 from dlm_jax.model.lora import merged
-from dlm_jax.model.quantized import is_quantized, quantized, quantizer
+from dlm_jax.model.quantized import check_kind, is_quantized, quantized, quantizer
 from dlm_jax.model.transformer import build
 from dlm_jax.published import (
     ChatTemplate,
     chat_of,
     fetched,
     is_published,
+    read_model,
     read_published,
     restored,
     write_published,
@@ -277,7 +285,8 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         advice = "; its range is too small for activations; use bfloat16" * (dtype == "float16")
         raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}{advice}")
-    finish = (lambda path, parameter: parameter) if quantize is None else quantizer(quantize)
+    if quantize is not None:
+        check_kind(quantize)
     compiler_options: tuple[str, ...] = ()
     if isinstance(mesh, MeshConfig):
         compiler_options, mesh = mesh.compiler_options, make_mesh(mesh)
@@ -287,11 +296,17 @@ def load(
         what, value = ("path", path) if quantize is None else ("quantize", quantize)
         raise SettingError(what, value, "is not supported with a custom network", "leave one out")
 
+    axes: Params = {}
+
     def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
-        return None if mesh is None else NamedSharding(mesh, partition(name, shape, mesh))
+        by_path = dict(named_leaves(axes))
+        return None if mesh is None else NamedSharding(mesh, partition(by_path[name], shape, mesh))
 
     if is_published(path):
         to = None if dtype == "stored" else dtype
+        if mesh is not None or quantize is not None:
+            axes = axes_of(build(read_model(Path(path), ignore_config)[1]))
+        finish = (lambda path, leaf: leaf) if quantize is None else quantizer(quantize, axes)
         found = read_published(path, dtype=to, place=sharding, finish=finish, ignore=ignore_config)
         if found.ignored:
             say(f"{path}: ignored {', '.join(found.ignored)} (config.json)")
@@ -316,7 +331,7 @@ def load(
 
         def abstract(meta: dict[str, Any]) -> Params:
             """The shapes of the parameters of the saved model's network."""
-            nonlocal network
+            nonlocal network, axes
             name = (meta.get("own") or {}).get("network")
             if network is None and name:
                 raise ValueError(
@@ -326,7 +341,10 @@ def load(
             if not isinstance(network, Network):
                 config = configs.from_saved(meta, where=str(path))
                 network = (network or build)(config.model)
-            return jax.eval_shape(network.init, key_of(0))
+            shapes = jax.eval_shape(network.init, key_of(0))
+            if mesh is not None or quantize is not None:
+                axes = axes_of(network, shapes)
+            return shapes
 
         def place(name: str, stored: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             """The dtype and sharding of a stored parameter in memory."""
@@ -335,11 +353,12 @@ def load(
 
         params, meta = store.load_any(path, abstract, place=place, report=report)
         assert isinstance(network, Network)
-        if mesh is not None and (line := replicated_by_default(params, mesh)):
+        num_devices = 1 if mesh is None else mesh.size
+        if num_devices > 1 and (line := undeclared(network, params, num_devices)):
             say(line)
         config = configs.from_saved(meta, where=str(path))
         if quantize is not None:
-            params = quantized(merged(params, config.model), quantize)
+            params = quantized(merged(params, config.model), quantize, axes)
         tokenizer = from_json(meta["tokenizer"])
         check_fits(tokenizer, network.vocab_size)
         template, chat = meta.get("chat_template"), None

@@ -8,6 +8,7 @@ tokens of all devices along these axes, and the outputs are summed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import PLACES, fitting, pin
-from dlm_jax.model.layers import GATES, Linear, Matrix, unit_norm
+from dlm_jax.model.layers import GATES, Linear, parameter, unit_norm
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
 """The kernels of some experts: gate and up ``[E, D, F]``, down ``[E, F, D]``."""
@@ -29,9 +30,10 @@ class GatedMlp(nnx.Module):
 
     def __init__(self, width: int, inner: int, *, activation: str, rngs: nnx.Rngs):
         self.activation = activation
-        self.gate = Linear(width, inner, scale=1.0, bias=False, rngs=rngs)
-        self.up = Linear(width, inner, scale=1.0, bias=False, rngs=rngs)
-        self.down = Linear(inner, width, scale=0.0, bias=False, rngs=rngs)
+        linear = functools.partial(Linear, bias=False, rngs=rngs)
+        self.gate = linear(width, inner, scale=1.0, axes=("embed", "mlp"))
+        self.up = linear(width, inner, scale=1.0, axes=("embed", "mlp"))
+        self.down = linear(inner, width, scale=0.0, axes=("mlp", "embed"))
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         gate = checkpoint_name(self.gate(x_BLD), "gate")
@@ -51,15 +53,15 @@ class Experts(nnx.Module):
         width, inner, num = config.width, config.expert_width, config.experts
         self.router = Linear(width, num, scale=1.0, bias=False, rngs=rngs, is_matrix=False)
         has_bias = config.router_bias != "none"
-        self.router_bias = nnx.Param(jnp.zeros(num, jnp.float32)) if has_bias else None
+        self.router_bias = parameter(jnp.zeros(num, jnp.float32), None) if has_bias else None
 
-        def drawn(fan_in: int, fan_out: int, scale: float) -> Matrix:
+        def drawn(fan_in: int, fan_out: int, scale: float, *names: str) -> nnx.Param:
             draw = jax.random.normal(rngs.params(), (num, fan_in, fan_out), jnp.float32)
-            return Matrix(draw * (scale * fan_in**-0.5))
+            return parameter(draw * (scale * fan_in**-0.5), "experts", *names, is_matrix=True)
 
-        self.expert_gate = drawn(width, inner, 1.0)
-        self.expert_up = drawn(width, inner, 1.0)
-        self.expert_down = drawn(inner, width, 0.0)
+        self.expert_gate = drawn(width, inner, 1.0, "embed", "mlp")
+        self.expert_up = drawn(width, inner, 1.0, "embed", "mlp")
+        self.expert_down = drawn(inner, width, 0.0, "mlp", "embed")
         kind = config.activation
         self.shared = (
             GatedMlp(width, config.shared_width, activation=kind, rngs=rngs)
@@ -67,8 +69,8 @@ class Experts(nnx.Module):
             else None
         )
         has_scales = config.router_scales
-        self.router_scale = nnx.Param(jnp.ones(width, jnp.float32)) if has_scales else None
-        self.output_scale = nnx.Param(jnp.ones(num, jnp.float32)) if has_scales else None
+        self.router_scale = parameter(jnp.ones(width, jnp.float32), None) if has_scales else None
+        self.output_scale = parameter(jnp.ones(num, jnp.float32), None) if has_scales else None
 
     def __call__(self, x_BLD: jax.Array, routed_by_BLD: jax.Array | None = None) -> jax.Array:
         """Weighted sum of the outputs of each token's experts, ``[B, L, D]``.

@@ -18,21 +18,31 @@ from dlm_jax.model.attention import SAVED
 from dlm_jax.model.kernels import cpu
 from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.model.quantized import product
-from dlm_jax.types import Params
+from dlm_jax.types import LAYERS, Axes, Params
 
 
-class Matrix(nnx.Param):
-    """A matrix ``[..., fan_in, fan_out]`` or a stack of matrices, to which Muon and weight decay
-    apply (`Network.is_matrix`).
-    """
+def parameter(value: jax.Array, *names: str | None, is_matrix: bool = False) -> nnx.Param:
+    """A parameter with its `Axes`: a logical name for each axis of `value`."""
+    return nnx.Param(value, axes=Axes(names, is_matrix))
+
+
+def declared(module: nnx.Module) -> Params:
+    """The `Axes` of each parameter of a module; a stack of layers has one more axis in front."""
+
+    def read(variable: Any) -> Axes:
+        axes = variable.get_metadata()["axes"]
+        num_stacked = variable.get_value().ndim - len(axes.names)
+        return Axes((LAYERS,) * num_stacked + axes.names, axes.is_matrix)
+
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param), read)
 
 
 class Linear(nnx.Module):
     """A linear map, ``x @ kernel (+ bias)``.
 
     The initial kernel is normal with standard deviation ``scale / sqrt(fan_in)``. Projections into
-    the residual stream have a ``scale`` of 0, so that every block starts as the identity. The
-    kernel is a `Matrix` unless `is_matrix` is False, as for maps to logits.
+    the residual stream have a ``scale`` of 0, so that every block starts as the identity. `axes`
+    are the logical names of the kernel's axes. `is_matrix` is False for maps to logits.
     """
 
     def __init__(
@@ -43,12 +53,12 @@ class Linear(nnx.Module):
         scale: float,
         bias: bool,
         rngs: nnx.Rngs,
+        axes: tuple[str | None, str | None] = (None, None),
         is_matrix: bool = True,
     ):
         draw = jax.random.normal(rngs.params(), (fan_in, fan_out), jnp.float32)
-        make = Matrix if is_matrix else nnx.Param
-        self.kernel = make(draw * (scale * fan_in**-0.5))
-        self.bias = nnx.Param(jnp.zeros(fan_out, jnp.float32)) if bias else None
+        self.kernel = parameter(draw * (scale * fan_in**-0.5), *axes, is_matrix=is_matrix)
+        self.bias = parameter(jnp.zeros(fan_out, jnp.float32), axes[1]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Projected vectors, shape ``[..., fan_out]``, in the dtype of `x`."""
@@ -62,8 +72,8 @@ class Norm(nnx.Module):
     """RMSNorm, or LayerNorm with a bias, computed in float32 and returned in the input's dtype."""
 
     def __init__(self, size: int, *, kind: str, epsilon: float):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(size, jnp.float32)) if kind == "layer" else None
+        self.scale = parameter(jnp.ones(size, jnp.float32), None)
+        self.bias = parameter(jnp.zeros(size, jnp.float32), None) if kind == "layer" else None
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -26,18 +26,23 @@ STACKS = ("dense_blocks", "blocks", "full_blocks")
 """Top-level names of the stacks of blocks, in order."""
 
 
-def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params:
-    """Adds new adapters to the parameters if ``lora_rank`` is not 0."""
+def with_adapters(key: jax.Array, params: Params, axes: Params, config: ModelConfig) -> Params:
+    """Adds new adapters to the parameters if ``lora_rank`` is not 0. `axes` are their `Axes`."""
     if not config.lora_rank:
         return params
     made: dict[str, Any] = {}
     key = jax.random.fold_in(key, _SALT)
     for stack in STACKS:
         for part, maps in params.get(stack, {}).items():
-            for name in maps if isinstance(maps, dict) else ():
-                if name in config.lora_targets and "kernel" in maps[name]:
+            for name, linear in maps.items() if isinstance(maps, dict) else ():
+                if name not in config.lora_targets or not isinstance(linear, dict):
+                    continue
+                if "kernel" in linear and axes[stack][part][name]["kernel"].is_matrix:
                     key, own = jax.random.split(key)
-                    pair = _pair(own, maps[name]["kernel"].shape, config.lora_rank)
+                    *lead, fan_in, fan_out = linear["kernel"].shape
+                    drawn = jax.random.normal(own, (*lead, fan_in, config.lora_rank), jnp.float32)
+                    zeros = jnp.zeros((*lead, config.lora_rank, fan_out), jnp.float32)
+                    pair = {"a": drawn * fan_in**-0.5, "b": zeros}
                     made.setdefault(stack, {}).setdefault(part, {})[name] = pair
     found = {name for parts in made.values() for maps in parts.values() for name in maps}
     if MASK_ROW in config.lora_targets:
@@ -48,12 +53,6 @@ def with_adapters(key: jax.Array, params: Params, config: ModelConfig) -> Params
             "blocks of this model; use query, key, value, out, gate, up, down or mask"
         )
     return params | {GROUP: made}
-
-
-def _pair(key: jax.Array, shape: tuple[int, ...], rank: int) -> dict[str, jax.Array]:
-    *stack, fan_in, fan_out = shape
-    drawn = jax.random.normal(key, (*stack, fan_in, rank), jnp.float32)
-    return {"a": drawn * fan_in**-0.5, "b": jnp.zeros((*stack, rank, fan_out), jnp.float32)}
 
 
 def stacks(params: Params) -> list[Params]:

@@ -21,19 +21,16 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax.distributed.partitions import map_named
+from dlm_jax.distributed.partitions import map_named, named_leaves
 from dlm_jax.model.kernels import cpu
-from dlm_jax.model.lora import STACKS
 from dlm_jax.pytree import pytree
 from dlm_jax.settings import SettingError, nearest
-from dlm_jax.types import Params
+from dlm_jax.types import LAYERS, Params
 
 KINDS = ("int8", "int8_dynamic")
 """Values of ``quantize``: weights only, or weights and their inputs."""
 
 _MOST = 127
-
-_KEPT = ("embedding", "head", "norm", "self_conditioning")
 
 
 @pytree
@@ -63,23 +60,19 @@ def product(x: jax.Array, kernel: jax.Array | Quantized) -> jax.Array:
     """``x @ kernel`` in the dtype of `x`, shape ``[..., F]``."""
     if not isinstance(kernel, Quantized):
         return cpu.linear(x, kernel.astype(x.dtype))
-    lead = (1,) * (x.ndim - 1)
-    scales = kernel.scales.reshape(*lead, -1)
+
+    def sums(x: jax.Array, values_DF: jax.Array, dtype: Any) -> jax.Array:
+        contracted = (((x.ndim - 1,), (0,)), ((), ()))
+        return jax.lax.dot_general(x, values_DF, contracted, preferred_element_type=dtype)
+
+    scales = kernel.scales.reshape(*(1,) * (x.ndim - 1), -1)
     if not kernel.is_dynamic:
-        y = _sum_of_products(x, kernel.values.astype(x.dtype), jnp.float32)
-        return (y * scales).astype(x.dtype)
+        return (sums(x, kernel.values.astype(x.dtype), jnp.float32) * scales).astype(x.dtype)
     x32 = x.astype(jnp.float32)
     most = jnp.max(jnp.abs(x32), axis=-1, keepdims=True)
     size = jnp.where(most > 0, most / _MOST, 1.0)
-    whole = jnp.round(x32 / size).astype(jnp.int8)
-    y = _sum_of_products(whole, kernel.values, jnp.int32)
+    y = sums(jnp.round(x32 / size).astype(jnp.int8), kernel.values, jnp.int32)
     return (y.astype(jnp.float32) * size * scales).astype(x.dtype)
-
-
-def _sum_of_products(x: jax.Array, kernel_DF: jax.Array, dtype: Any) -> jax.Array:
-    return jax.lax.dot_general(
-        x, kernel_DF, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype
-    )
 
 
 def check_kind(kind: str) -> None:
@@ -88,22 +81,23 @@ def check_kind(kind: str) -> None:
         raise SettingError("quantize", kind, "is unknown", nearest(kind, KINDS))
 
 
-def quantizer(kind: str) -> Callable[[str, Any], Any]:
-    """A function ``(path, parameter) -> parameter`` that quantises the matrices of the blocks.
+def quantizer(kind: str, axes: Params) -> Callable[[str, Any], Any]:
+    """A function ``(path, parameter) -> parameter`` that quantises matrices in stacks of layers.
+    `axes` are the `Axes` of all parameters.
 
     Raises:
-      SettingError: if a parameter has no rule, as in the experts and in custom networks; the
-        message names the parameter.
+      SettingError: the kind is unknown, or a matrix has no rule, as in the experts and in custom
+        networks; the message names the parameter.
     """
     check_kind(kind)
+    by_path = dict(named_leaves(axes))
 
     def of_leaf(path: str, leaf: Any) -> Any:
-        stack, last = path.split("/")[0], path.split("/")[-1]
-        is_in_block, is_expert = stack in STACKS, last.startswith("expert_")
-        if is_in_block and last == "kernel":
-            return _in_place(leaf, kind == "int8_dynamic")
-        if stack in _KEPT or stack.endswith("_head") or (is_in_block and not is_expert):
+        names, is_expert = by_path[path].names, "experts" in by_path[path].names
+        if not by_path[path].is_matrix or (names and LAYERS not in names):
             return leaf
+        if names and not is_expert:
+            return _in_place(leaf, kind == "int8_dynamic")
         raise SettingError(
             "quantize",
             kind,
@@ -134,6 +128,6 @@ def is_quantized(params: Params) -> bool:
     return any(isinstance(leaf, Quantized) for leaf in leaves)
 
 
-def quantized(params: Params, kind: str) -> Params:
+def quantized(params: Params, kind: str, axes: Params) -> Params:
     """Quantises the matrices of the blocks in `params`, which contains arrays or shapes."""
-    return map_named(quantizer(kind), params)
+    return map_named(quantizer(kind, axes), params)

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.distributed.partitions import map_named, named_leaves, pin
+from dlm_jax.distributed.partitions import pin
 from dlm_jax.heads import HEADS, BuiltInHead
 from dlm_jax.model.attention import (
     apart,
@@ -34,10 +34,19 @@ from dlm_jax.model.canvas import Canvases, stacks_of
 from dlm_jax.model.context import attend_beside_gathered, noisy_in_order, paired, pieces_of
 from dlm_jax.model.experts import Experts
 from dlm_jax.model.kernels import cpu
-from dlm_jax.model.layers import GATES, Linear, Matrix, Norm, embed, rematerialised, unit_norm
+from dlm_jax.model.layers import (
+    GATES,
+    Linear,
+    Norm,
+    declared,
+    embed,
+    parameter,
+    rematerialised,
+    unit_norm,
+)
 from dlm_jax.model.lora import GROUP, applied, stacks, with_adapters
 from dlm_jax.randomness import key_of
-from dlm_jax.types import Inside, Network, Params
+from dlm_jax.types import Axes, Inside, Network, Params
 
 
 def head_layers(head: BuiltInHead, config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Dict:
@@ -59,13 +68,20 @@ class Attention(nnx.Module):
         all_heads = config.heads * self.head_size
         groups = (config.full_kv_heads if is_full else 0) or config.kv_heads or config.heads
         kv_width = groups * self.head_size
-        bias = config.qkv_bias
-        self.query = Linear(config.width, all_heads, scale=1.0, bias=bias, rngs=rngs)
-        self.key = Linear(config.width, kv_width, scale=1.0, bias=bias, rngs=rngs)
-        has_value = not (is_full and config.full_value_from_key)
-        value = functools.partial(Linear, config.width, kv_width, scale=1.0, bias=bias, rngs=rngs)
-        self.value = value() if has_value else None
-        self.out = Linear(all_heads, config.width, scale=0.0, bias=False, rngs=rngs)
+        project = functools.partial(
+            Linear,
+            config.width,
+            scale=1.0,
+            bias=config.qkv_bias,
+            rngs=rngs,
+            axes=("embed", "heads"),
+        )
+        self.query = project(all_heads)
+        self.key = project(kv_width)
+        self.value = None if is_full and config.full_value_from_key else project(kv_width)
+        self.out = Linear(
+            all_heads, config.width, scale=0.0, bias=False, rngs=rngs, axes=("heads", "embed")
+        )
         norm = functools.partial(Norm, self.head_size, kind="rms", epsilon=config.norm_epsilon)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
@@ -124,9 +140,10 @@ class Mlp(nnx.Module):
         is_gated = config.is_gated
         inner = config.inner_width
         linear = functools.partial(Linear, bias=False, rngs=rngs)
-        self.gate = linear(config.width, inner, scale=1.0) if is_gated else None
-        self.up = linear(config.width, inner, scale=1.0)
-        self.down = linear(inner, config.width, scale=0.0)
+        into = functools.partial(linear, config.width, inner, scale=1.0, axes=("embed", "mlp"))
+        self.gate = into() if is_gated else None
+        self.up = into()
+        self.down = linear(inner, config.width, scale=0.0, axes=("mlp", "embed"))
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         up = checkpoint_name(self.up(x_BLD), "up")
@@ -171,8 +188,8 @@ class Block(nnx.Module):
         self.dense_out_norm = norm() if is_beside else None
         self.experts_out_norm = norm() if is_beside else None
         has_scales = config.layer_scales
-        self.text_scale = nnx.Param(jnp.ones(1, jnp.float32)) if has_scales else None
-        self.canvas_scale = nnx.Param(jnp.ones(1, jnp.float32)) if has_scales else None
+        self.text_scale = parameter(jnp.ones(1, jnp.float32), None) if has_scales else None
+        self.canvas_scale = parameter(jnp.ones(1, jnp.float32), None) if has_scales else None
 
     def __call__(self, x_BLD: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
         """Hidden vectors after the block, ``[B, L, D]``."""
@@ -247,7 +264,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         table = jax.random.normal(rngs.params(), (config.vocab_size, config.width), jnp.float32)
-        self.embedding = nnx.Param(table * 0.02)
+        self.embedding = parameter(table * 0.02, "vocab", "embed")
 
         def stacked(depth: int, is_dense: bool, is_full: bool = False) -> Block:
             @nnx.split_rngs(splits=depth)
@@ -266,7 +283,13 @@ class Transformer(nnx.Module):
             None
             if config.tied_head
             else Linear(
-                config.width, config.vocab_size, scale=0.02, bias=False, rngs=rngs, is_matrix=False
+                config.width,
+                config.vocab_size,
+                scale=0.02,
+                bias=False,
+                rngs=rngs,
+                axes=("embed", "vocab"),
+                is_matrix=False,
             )
         )
         has_signal = config.self_conditioning
@@ -300,14 +323,19 @@ def build(config: ModelConfig) -> Network:
 
     def init(key: jax.Array) -> Params:
         model = Transformer(config, rngs=nnx.Rngs(params=key))
-        return with_adapters(key, nnx.to_pure_dict(nnx.state(model, nnx.Param)), config)
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        return with_adapters(key, params, declared(model), config)
 
-    def is_matrix(params: Params) -> Params:
+    @functools.cache
+    def of_layers() -> Params:
         model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=key_of(0))))
-        named = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        matrices = {path for path, _ in named_leaves(nnx.to_pure_dict(nnx.state(model, Matrix)))}
-        known = {name: tree for name, tree in params.items() if name in (*named, GROUP)}
-        return map_named(lambda path, _: path in matrices, known)
+        return declared(model)
+
+    def axes(params: Params) -> Params:
+        adapters = jax.tree.map(lambda _: Axes(), params.get(GROUP))
+        return {
+            name: tree for name, tree in {**of_layers(), GROUP: adapters}.items() if name in params
+        }
 
     def vectors_of(params: Params, ids: jax.Array) -> jax.Array:
         vectors = embed(params, ids).astype(dtype)
@@ -343,7 +371,7 @@ def build(config: ModelConfig) -> Network:
             readout=readout,
             vocab_size=config.vocab_size,
             logits_of=logits_of,
-            is_matrix=is_matrix,
+            axes=axes,
             **_canvases(config, vectors_of, module_of, final_norm).functions(),
         )
     return Network(
@@ -359,7 +387,7 @@ def build(config: ModelConfig) -> Network:
             if config.attention_type == "block_causal"
             else None
         ),
-        is_matrix=is_matrix,
+        axes=axes,
         inside=_inside_of(config, vectors_of, module_of, final_norm),
         heads={
             head.key: _head_function(head, config, readout)

@@ -30,13 +30,15 @@ from dlm_jax.diffusion.objectives import (
     proofreading,
 )
 from dlm_jax.diffusion.processes import checked
-from dlm_jax.heads import HEADS, Head
+from dlm_jax.distributed.partitions import axes_of
+from dlm_jax.heads import HEADS, MAIN, Head
 from dlm_jax.model.transformer import build
 from dlm_jax.settings import SettingError
 from dlm_jax.training.optimisers import (
-    learning_rates,
+    Rates,
     make_grouped_optimizer,
-    matrices_of,
+    rates_at,
+    rates_of,
 )
 from dlm_jax.training.train_step import (
     Stage,
@@ -64,9 +66,8 @@ class Task:
       mixture: objectives of the model itself.
       heads: heads, in the order in which their losses are added.
       own_optimizer: custom optimiser of the main group; None uses ``[optim]``.
-      schedule: maps a step (counted from 0) to a factor that scales the learning rates, or the
-        updates of a custom optimiser. None uses the warm-up and cosine decay, or a factor of 1
-        for a custom optimiser.
+      schedule: maps a step (counted from 0) to a factor that scales the learning rates of
+        ``[optim]``. None uses the warm-up and cosine decay.
     """
 
     setup: Setup
@@ -77,9 +78,22 @@ class Task:
     schedule: optax.Schedule | None = None
 
     @functools.cached_property
-    def matrices(self) -> frozenset[str]:
-        """The paths of the parameters to which Muon and weight decay apply."""
-        return matrices_of(self.network, self.heads)
+    def axes(self) -> Params:
+        """The `dlm_jax.types.Axes` of the parameters."""
+        return axes_of(self.network)
+
+    @functools.cached_property
+    def rates(self) -> Rates:
+        """The learning rates, which a custom optimiser of the main group does not have."""
+        config = self.setup.config
+        rates = rates_of(
+            config.optim,
+            config.heads,
+            self.heads,
+            num_steps=config.train.steps,
+            schedule=self.schedule,
+        )
+        return rates if self.own_optimizer is None else {**rates, MAIN: {}}
 
     def measure(
         self, params: Params, batch: Batch, number_B: jax.Array, key: jax.Array
@@ -120,23 +134,15 @@ class Task:
             config.heads,
             self.heads,
             stage,
+            self.rates,
+            axes=self.axes,
             num_steps=config.train.steps,
-            matrices=self.matrices,
             own=self.own_optimizer,
-            schedule=self.schedule,
         )
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
         """The learning rates of a step (counted from 0), for its metrics."""
-        return learning_rates(
-            self.setup.config,
-            self.heads,
-            stage,
-            step,
-            num_steps=self.setup.config.train.steps,
-            is_own=self.own_optimizer is not None,
-            schedule=self.schedule,
-        )
+        return rates_at(self.rates, self.heads, stage, step)
 
     def abstract_state(self) -> TrainState:
         return abstract_state(*self._state_of())
@@ -169,13 +175,18 @@ def make_task(
     records = make_heads(setup, heads)
     inits = {head.name: (head.stream, head.init) for head in records if head.init is not None}
     if inits:
-        init_model = network.init
+        init_model, axes_of_model = network.init, network.axes
 
         def init(key: jax.Array) -> Params:
             own = {name: make(jax.random.fold_in(key, at)) for name, (at, make) in inits.items()}
             return init_model(key) | own
 
-        network = replace(network, init=init)
+        def axes(params: Params) -> Params:
+            known = {} if axes_of_model is None else axes_of_model(params)
+            own = {head.name: head.axes for head in records if head.axes is not None}
+            return known | {name: of(params[name]) for name, of in own.items() if name in params}
+
+        network = replace(network, init=init, axes=axes)
     mixture = make_mixture(setup) if objective is None else objective(setup)
     if not isinstance(mixture, Mixture):
         cut = setup.config.objective.random_length_share
@@ -194,6 +205,8 @@ def make_task(
             raise
         if not isinstance(optimizer, optax.GradientTransformation):
             raise ValueError(f"{expected}, not a {type(optimizer).__name__}")
+    if optimizer is not None and schedule is not None:
+        optimizer = optax.chain(optimizer, optax.scale_by_schedule(schedule))
     return Task(setup, network, mixture, records, optimizer, schedule)
 
 

@@ -28,7 +28,7 @@ from dlm_jax.data import train_batches
 from dlm_jax.diffusion.likelihood import num_scored
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.mesh import CHIPS, require_working_room
-from dlm_jax.distributed.partitions import batch_sharding, replicated_by_default, share_of_batch
+from dlm_jax.distributed.partitions import batch_sharding, share_of_batch, undeclared
 from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress, waiting
 from dlm_jax.randomness import key_of
@@ -122,8 +122,8 @@ def train(
     Args:
       config: a `Config`, or the path of a TOML file.
       network: custom model that replaces the Transformer of ``[model]``: a `Network`, or a function
-        of the `ModelConfig` with the ``vocab_size`` of the corpus. On several devices, each has the
-        whole of a parameter whose path no rule of `dlm_jax.distributed.partitions.RULES` matches.
+        of the `ModelConfig` with the ``vocab_size`` of the corpus. `Network.axes` declares its
+        matrices and how they are split; others are judged by rank, and each device has them whole.
       objective: custom objective that replaces those of ``[objective]``: a function of the `Setup`
         (resolved config, tokenizer, mesh) that returns an `Objective`, its ``draw`` alone, or a
         `Mixture` of several objectives.
@@ -177,7 +177,7 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         + ", ".join(f"{name} {size:,}" for name, size in parts.items())
     )
     report(groups_line(run))
-    if line := replicated_by_default(run.state.params, run.mesh):
+    if line := undeclared(run.network, run.state.params, run.mesh.size):
         report(line)
     for section, values in configs.differing(run.config).items():
         # The values that the tokenizer determines have been reported above.
@@ -197,22 +197,18 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
 
 
 def groups_line(run: Run) -> str:
-    """The number of parameters that each optimiser updates, and matrices judged by their shapes."""
+    """The number of parameters that each optimiser updates."""
     task = run.task
     counts = parameter_groups(
         run.config,
         task.heads,
         run.state.params,
-        matrices=task.matrices,
+        axes=task.axes,
         is_own=task.own_optimizer is not None,
     )
-    groups = ", ".join(
+    return "optimisers: " + ", ".join(
         f"{name} {size:,} in {arrays} arrays" for name, (arrays, size) in sorted(counts.items())
     )
-    if run.network.is_matrix is not None or task.own_optimizer is not None:
-        return f"optimisers: {groups}"
-    named = ", ".join(sorted(task.matrices)) or "none"
-    return f"optimisers: {groups}; matrices by shape, without Network.is_matrix: {named}"
 
 
 def parameters_by_part(params: Params) -> dict[str, int]:

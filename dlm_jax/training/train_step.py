@@ -23,7 +23,7 @@ from dlm_jax.config import Config
 from dlm_jax.diffusion.losses import Loss, cross_entropy, hidden_of
 from dlm_jax.diffusion.objectives import Batch, Drawn, Mixture
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.partitions import ROWS, batch_sharding, shardings
+from dlm_jax.distributed.partitions import ROWS, axes_of, batch_sharding, shardings
 from dlm_jax.heads import MAIN, Head, Stage
 from dlm_jax.model.lora import GROUP
 from dlm_jax.randomness import key_of
@@ -213,7 +213,7 @@ def abstract_state(
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        shardings(shapes, mesh),
+        shardings(shapes, axes_of(network, shapes.params), mesh),
     )
 
 
@@ -300,7 +300,7 @@ def make_train_step(
             ema = _averaged(state, params, ema_decay)
             return TrainState(params, opt_state, state.step + 1, ema), metrics
 
-    state_sharding = shardings(state, mesh)
+    state_sharding = shardings(state, axes_of(step_loss.network, state.params), mesh)
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
     return jax.jit(
         train_step,
@@ -403,7 +403,9 @@ def compile_eval_step(
     batch_size: int,
     compiler_options: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Compiles `Task.measure`. The per-row results are replicated over all devices."""
+    """Compiles `Task.measure` for parameters that lie like `params`. The per-row results are
+    replicated over all devices.
+    """
 
     def measured(params: Params, batch: Batch, number_B: jax.Array, key: jax.Array) -> Any:
         with devices.used(mesh):
@@ -412,7 +414,7 @@ def compile_eval_step(
     rows, everywhere = batch_sharding(mesh, batch_size), NamedSharding(mesh, P())
     return jax.jit(
         measured,
-        in_shardings=(shardings(params, mesh), rows, rows, everywhere),
+        in_shardings=(jax.tree.map(lambda leaf: leaf.sharding, params), rows, rows, everywhere),
         out_shardings=everywhere,
         compiler_options=compiler.options("sample", mesh, compiler_options),
     )

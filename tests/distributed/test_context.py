@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.config import Config, DataConfig, MeshConfig, SamplingParams
-from dlm_jax.distributed.partitions import make_mesh, shardings
+from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model import context
 from dlm_jax.model.attention import attend_beside_clean
 from dlm_jax.model.context import (
@@ -108,7 +108,7 @@ def test_a_model_has_the_outputs_and_gradients_of_one_device_on_a_mesh():
     step = jax.jit(jax.value_and_grad(total), static_argnums=1)
     expected = step(params, None)
     mesh = _mesh(data=2, context=2, tensor=2)
-    found = step(jax.device_put(params, shardings(params, mesh)), mesh)
+    found = step(jax.device_put(params, shardings(params, axes_of(network), mesh)), mesh)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected
     )
@@ -138,7 +138,8 @@ def test_gathered_keys_are_kept_for_the_backward_pass_if_named(remat, times):
     kind = {"attention_type": "block_causal", "block_length": BLOCK}
     network = toy.build(toy.config(depth=1, remat=remat, **kind))
     mesh = _mesh(data=2, context=4)
-    params = jax.device_put(toy.random_params(network), shardings(toy.random_params(network), mesh))
+    params = toy.random_params(network)
+    params = jax.device_put(params, shardings(params, axes_of(network), mesh))
 
     def total(params):
         with devices.used(mesh):

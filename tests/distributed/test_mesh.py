@@ -9,6 +9,7 @@ import pytest
 from dlm_jax.config import MeshConfig
 from dlm_jax.distributed.mesh import arranged, fsdp_for, shape_of
 from dlm_jax.distributed.partitions import make_mesh, partition
+from dlm_jax.types import Axes
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,8 @@ def test_a_mesh_that_does_not_fit_is_refused_with_one_that_does(config, fits):
 def test_axes_that_are_used_are_there_and_their_order_puts_tensor_innermost():
     mesh = make_mesh(MeshConfig(expert=2, context=2, tensor=2))
     assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "expert": 2, "context": 2, "tensor": 2}
-    assert tuple(partition("blocks/mlp/expert_up", (3, 4, 8, 8), mesh)) == (
-        None, "expert", None, "tensor"
-    )  # fmt: skip
+    axes = Axes(("layers", "experts", "embed", "mlp"))
+    assert tuple(partition(axes, (3, 4, 8, 8), mesh)) == (None, "expert", None, "tensor")
 
 
 def test_slices_are_the_outermost_part_of_data():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -10,17 +12,18 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import MeshConfig, OptimConfig
 from dlm_jax.distributed.partitions import (
+    axes_of,
     batch_sharding,
     make_mesh,
     partition,
     path_name,
-    replicated_by_default,
     shardings,
     share_of_batch,
+    undeclared,
 )
 from dlm_jax.model.transformer import build
-from dlm_jax.training.optimisers import make_optimizer, matrices_of
 from dlm_jax.training.train_step import abstract_state
+from dlm_jax.types import Axes
 
 CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 
@@ -100,8 +103,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_every_matrix_and_its_moments_are_split_the_same_way_over_fsdp_and_tensor(shape, name):
     network = build(toy.config(**SHAPES[shape]))
-    matrices = matrices_of(network)
-    optimizer = make_optimizer(OptimConfig(name=name), num_steps=100, matrices=matrices)
+    optimizer = toy.optimizer(OptimConfig(name=name), num_steps=100, network=network)
     state = abstract_state(network, optimizer, make_mesh(CUBE))
     split = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:
@@ -123,22 +125,39 @@ def test_every_matrix_and_its_moments_are_split_the_same_way_over_fsdp_and_tenso
 
 def test_an_axis_that_does_not_divide_a_dimension_leaves_it_whole():
     mesh = make_mesh(CUBE)
-    assert partition("embedding", (33, 16), mesh) == P(None, "fsdp")
-    assert partition("embedding", (32, 15), mesh) == P("tensor", None)
-    assert partition("blocks/mlp/up/kernel", (2, 15, 64), mesh) == P(None, None, "tensor")
+    table, up = Axes(("vocab", "embed")), Axes(("layers", "embed", "mlp"))
+    assert partition(table, (33, 16), mesh) == P(None, "fsdp")
+    assert partition(table, (32, 15), mesh) == P("tensor", None)
+    assert partition(up, (2, 15, 64), mesh) == P(None, None, "tensor")
 
 
-def test_a_matrix_without_a_rule_is_replicated_and_named():
-    mesh = make_mesh(CUBE)
-    params = {"blocks": {"adapter": {"lora": np.zeros((2, 4, 4))}}}
-    (sharding,) = jax.tree.leaves(shardings(params, mesh))
+def _network(params, axes=None):
+    return dataclasses.replace(toy.network(), init=lambda key: params, axes=axes)
+
+
+def test_an_undeclared_matrix_is_replicated_and_named():
+    mesh, params = make_mesh(CUBE), {"blocks": {"adapter": {"lora": np.zeros((2, 4, 4))}}}
+    network = _network(params)
+    (sharding,) = jax.tree.leaves(shardings(params, axes_of(network), mesh))
     assert sharding.is_fully_replicated
-    assert "blocks/adapter/lora" in replicated_by_default(params, mesh)
-    assert partition("count", (), mesh) == P()
+    line = undeclared(network, params, mesh.size)
+    assert line.endswith("whole on each of 8 devices: blocks/adapter/lora")
 
 
-def test_scalars_of_the_optimiser_are_on_every_device():
-    mesh = make_mesh(CUBE)
-    state = optax.adamw(1e-3).init({"norm": {"scale": np.zeros(4)}})
-    for sharding in jax.tree.leaves(shardings(state, mesh)):
-        assert sharding == NamedSharding(mesh, P(*[None] * len(sharding.spec)))
+def test_a_network_of_ones_own_declares_how_its_parameters_and_their_moments_are_split():
+    mesh, params = make_mesh(CUBE), {"w": np.zeros((4, 8)), "b": np.zeros(8), "own": np.zeros(4)}
+    declared = {"w": Axes(("embed", "mlp"), is_matrix=True), "b": Axes(("mlp",))}
+    network = _network(params, lambda params: declared)
+    found = shardings(optax.adam(1e-3).init(params), axes_of(network), mesh)[0]
+    for moment in (found.mu, found.nu):
+        assert moment["w"].spec == P("fsdp", "tensor") and moment["b"].spec == P("tensor")
+        assert moment["own"].is_fully_replicated
+    assert found.count == NamedSharding(mesh, P())
+    assert undeclared(network, params, 1) == "matrices by rank, without Network.axes: none"
+
+
+@pytest.mark.parametrize("names", [("embed",), ("embed", "width"), ("fsdp", "tensor")])
+def test_axes_that_do_not_fit_a_parameter_are_refused_by_its_name(names):
+    network = _network({"w": np.zeros((4, 8))}, lambda params: {"w": Axes(names)})
+    with pytest.raises(ValueError, match=r"^Network.axes names .* parameter 'w' of shape \(4, 8\)"):
+        axes_of(network)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
 from dlm_jax.config import MeshConfig, SamplingParams
-from dlm_jax.distributed.partitions import make_mesh, shardings
+from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.inference.generate import texts_of
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
@@ -124,7 +124,7 @@ def test_several_devices_keep_their_own_rows(cache, fsdp):
     settings = {"order": "low_confidence", "cache": cache, "block_length": 4, "num_samples": 4}
     here = dlm_jax.generate(model, PROMPTS[:2], **settings)
     mesh = make_mesh(MeshConfig(fsdp=fsdp))
-    spread = jax.device_put(model.params, shardings(model.params, mesh))
+    spread = jax.device_put(model.params, shardings(model.params, axes_of(model.network), mesh))
     there = dlm_jax.generate(dataclasses.replace(model, params=spread), PROMPTS[:2], **settings)
     _same(there, here)
 

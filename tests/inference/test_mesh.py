@@ -10,7 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
 from dlm_jax.config import MeshConfig
-from dlm_jax.distributed.partitions import make_mesh, partition, path_name
+from dlm_jax.distributed.partitions import (
+    axes_of,
+    make_mesh,
+    named_leaves,
+    partition,
+    path_name,
+)
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.request import make_requests
 from dlm_jax.store import save_weights
@@ -40,13 +46,13 @@ def test_every_parameter_is_read_in_its_parts_onto_its_devices(source, dtype, re
     mesh = make_mesh(MESH)
     model = dlm_jax.load(path, mesh=mesh, dtype=dtype)
     kept = jnp.bfloat16 if dtype == "bfloat16" else jnp.float32
-    num_split = 0
+    axes, num_split = dict(named_leaves(axes_of(model.network))), 0
     for (name, leaf), whole in zip(
         jax.tree_util.tree_flatten_with_path(model.params)[0],
         jax.tree.leaves(toy_model.MODEL.params),
         strict=True,
     ):
-        wanted = NamedSharding(mesh, partition(path_name(name), leaf.shape, mesh))
+        wanted = NamedSharding(mesh, partition(axes[path_name(name)], leaf.shape, mesh))
         assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
         assert leaf.dtype == kept
         assert {shard.data.shape for shard in leaf.addressable_shards} == {

@@ -10,7 +10,7 @@ import toy
 import toy_model
 
 from dlm_jax.config import MeshConfig, SamplingParams
-from dlm_jax.distributed.partitions import make_mesh, shardings
+from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
@@ -111,9 +111,8 @@ def test_rows_on_any_device_of_a_mesh_find_the_prefixes_of_all(axes):
     model, settings = _model("block_causal")
     alone = _rows(Engine(model, sizes=(8,), canvases=(256,)), model, [SYSTEM + "A rat"], settings)
     mesh = make_mesh(MeshConfig(**axes), jax.devices()[: math.prod(axes.values())])
-    model = dataclasses.replace(
-        model, params=jax.device_put(model.params, shardings(model.params, mesh))
-    )
+    places = shardings(model.params, axes_of(model.network), mesh)
+    model = dataclasses.replace(model, params=jax.device_put(model.params, places))
     prompts = [SYSTEM + end for end in ("A rat", "The cat ", "A cat", "The ", "As", "rats")]
     with Engine(model, prefix_mib=64, sizes=(8,), canvases=(256,)) as engine:
         for prompt in prompts:

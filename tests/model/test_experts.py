@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig, ModelConfig
-from dlm_jax.distributed.partitions import make_mesh, shardings
+from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model.experts import Experts, GatedMlp, mixture, route
 from dlm_jax.model.transformer import build
 
@@ -61,7 +61,7 @@ def _tokens(num_rows):
 def test_values_and_gradients_over_eight_devices_are_those_of_one(axes, num_rows):
     mesh = make_mesh(MeshConfig(**axes))
     params = _params()
-    split = jax.device_put(params, shardings(params, mesh))
+    split = jax.device_put(params, shardings(params, axes_of(build(CONFIG)), mesh))
 
     def on_mesh(params, tokens_BL):
         with devices.used(mesh):

@@ -12,6 +12,7 @@ import toy
 
 from dlm_jax.model import lora
 from dlm_jax.model.transformer import build
+from dlm_jax.types import Axes
 
 RANK, ALPHA = 4, 10.0
 TARGETS = ("query", "value", "down")
@@ -62,7 +63,8 @@ def test_the_first_factor_has_the_variance_of_its_inputs_and_the_second_is_zero(
     kernel = jnp.zeros((2, fan_in, 8))
     params = {"blocks": {"attention": {"query": {"kernel": kernel}}}}
     config = toy.config(lora_rank=16, lora_targets=("query",))
-    made = lora.with_adapters(jax.random.key(0), params, config)
+    axes = jax.tree.map(lambda _: Axes(is_matrix=True), params)
+    made = lora.with_adapters(jax.random.key(0), params, axes, config)
     pair = made[lora.GROUP]["blocks"]["attention"]["query"]
     assert pair["a"].shape == (2, fan_in, 16) and pair["b"].shape == (2, 16, 8)
     assert not pair["b"].any()

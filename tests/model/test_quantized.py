@@ -20,7 +20,7 @@ import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli import sample
 from dlm_jax.config import MeshConfig, TrainConfig
-from dlm_jax.distributed.partitions import make_mesh, shardings
+from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.inference import model as models
 from dlm_jax.inference.request import make_requests
 from dlm_jax.model.kernels import cpu
@@ -39,6 +39,7 @@ from dlm_jax.store import Checkpoints
 from dlm_jax.store.weights import save_weights
 
 NETWORK, PARAMS = toy.network(), toy.params()
+AXES = axes_of(NETWORK)
 TOKENS = np.random.default_rng(0).integers(0, toy.MASK, (3, 8)).astype(np.int32)
 LENGTHS = np.array([8, 5, 7], np.int32)
 
@@ -130,7 +131,7 @@ def test_a_model_is_the_oracle_with_rounded_tensors(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_its_neighbours(kind):
-    params = quantized(PARAMS, kind)
+    params = quantized(PARAMS, kind, AXES)
     trunk = jax.jit(lambda p, t, n: NETWORK.trunk(p, t, n, None)[0])
     together = trunk(params, TOKENS, LENGTHS)
     others = (TOKENS + 1) % toy.MASK
@@ -146,7 +147,7 @@ def test_every_stack_of_a_model_with_full_blocks_is_quantised():
         full_every=2, activation="geglu", layer_scales=True, self_conditioning=True,
     ))  # fmt: skip
     params = toy.random_params(network)
-    small = quantized(params, "int8")
+    small = quantized(params, "int8", axes_of(network))
     for stack in ("blocks", "full_blocks"):
         kernels = [
             small[stack]["attention"]["query"]["kernel"],
@@ -174,29 +175,31 @@ def test_a_float_matrix_has_the_program_of_before():
 
 def test_shapes_and_parts_are_those_of_the_arrays():
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2))
-    split = jax.device_put(PARAMS, shardings(PARAMS, mesh))
-    made = quantized(split, "int8")
+    split = jax.device_put(PARAMS, shardings(PARAMS, axes_of(NETWORK), mesh))
+    made = quantized(split, "int8", AXES)
     query = made["blocks"]["attention"]["query"]["kernel"]
     assert (
         query.values.sharding.spec == split["blocks"]["attention"]["query"]["kernel"].sharding.spec
     )
     assert query.scales.sharding.spec == P(None, "tensor")
     shapes = jax.eval_shape(lambda: PARAMS)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), quantized(shapes, "int8")) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), made
-    )
+    assert jax.tree.map(
+        lambda x: (x.shape, x.dtype), quantized(shapes, "int8", AXES)
+    ) == jax.tree.map(lambda x: (x.shape, x.dtype), made)
     np.testing.assert_array_equal(
-        query.values, quantized(PARAMS, "int8")["blocks"]["attention"]["query"]["kernel"].values
+        query.values,
+        quantized(PARAMS, "int8", AXES)["blocks"]["attention"]["query"]["kernel"].values,
     )
 
 
 def test_a_published_directory_is_quantised_matrix_by_matrix(tmp_path, monkeypatch):
     directory = cases.write(tmp_path / "model", "llada")
-    whole = quantized(dlm_jax.load(directory).params, "int8")
+    model = dlm_jax.load(directory)
+    whole = quantized(model.params, "int8", axes_of(model.network))
     alive, most = [], []
 
-    def watched(kind):
-        finish = quantizer(kind)
+    def watched(kind, axes):
+        finish = quantizer(kind, axes)
 
         def of_leaf(path, leaf):
             if isinstance(leaf, jax.Array) and leaf.ndim == 3:
@@ -237,37 +240,34 @@ def test_adapters_are_added_before_the_matrix_is_rounded(tmp_path):
     with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
         checkpoints.save(1, {"params": params}, meta)
     found = dlm_jax.load(tmp_path, quantize="int8").params
-    wanted = quantized(merged(params, shape), "int8")
+    wanted = quantized(merged(params, shape), "int8", axes_of(build(shape)))
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, atol=1 if one.dtype == jnp.int8 else 1e-6)
 
 
 @pytest.mark.parametrize(
-    ("kind", "params", "message"),
+    ("kind", "network", "message"),
     [
-        ("int4", lambda: PARAMS, "quantize='int4' is unknown; did you mean 'int8'"),
+        ("int4", NETWORK, "quantize='int4' is unknown; did you mean 'int8'"),
         (
             "int8",
-            lambda: jax.eval_shape(
-                build(
-                    toy.config(activation="swiglu", experts=4, experts_per_token=2, expert_width=8)
-                ).init,
-                jax.random.key(0),
-            ),
+            build(toy.config(activation="swiglu", experts=4, experts_per_token=2, expert_width=8)),
             "quantize='int8' has no rule for the parameter 'blocks/mlp/expert_down'; "
             "remove quantize, or use a model without experts",
         ),
         (
             "int8",
-            lambda: {"mine": jnp.ones((2, 2))},
+            dataclasses.replace(NETWORK, init=lambda key: {"mine": jnp.ones((2, 2))}, axes=None),
             "has no rule for the parameter 'mine'; remove quantize, or use a model of [model]",
         ),
     ],
+    ids=["kind", "experts", "own"],
 )
-def test_what_has_no_rule_is_refused_by_name(kind, params, message):
+def test_what_has_no_rule_is_refused_by_name(kind, network, message):
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
     with pytest.raises(SettingError, match="^[^\n]*$") as error:
-        quantized(params(), kind)
+        quantized(shapes, kind, axes_of(network))
     assert message in str(error.value)
 
 

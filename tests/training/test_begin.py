@@ -18,7 +18,7 @@ import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.config import Config, DataConfig, MeshConfig
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.distributed.partitions import make_mesh, shardings
+from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model.transformer import build
 from dlm_jax.store import load_weights, save_weights
 from dlm_jax.training.checks import check_same_run
@@ -45,7 +45,7 @@ def _fresh(**changes: Any) -> TrainState:
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     params = _params(1, **changes)
     state = TrainState(params, {"moment": np.ones(3)}, np.int32(0), jax.tree.map(np.copy, params))
-    return jax.device_put(state, shardings(state, mesh))
+    return jax.device_put(state, shardings(state, axes_of(build(_model(**changes))), mesh))
 
 
 def _begun(source: str, fresh: TrainState, tokenizer: Any, **given: Any) -> TrainState:

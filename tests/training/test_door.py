@@ -13,18 +13,17 @@ import numpy as np
 import optax
 import pytest
 import tiny_run
+import toy
 
 import dlm_jax.config as configs
+from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.heads import MAIN, Stage
 from dlm_jax.model.transformer import build
 from dlm_jax.training import problem, train
-from dlm_jax.training.optimisers import (
-    learning_rate,
-    learning_rates,
-    make_grouped_optimizer,
-    make_optimizer,
-    matrices_of,
-)
+from dlm_jax.training.optimisers import learning_rate, make_optimizer, rates_at, rates_of
+from dlm_jax.training.plan import planned_task
+from dlm_jax.training.tasks import make_task
+from dlm_jax.types import Axes
 
 FLAGS = {
     "model__depth": 1, "model__add_sampler_head": True, "heads__start_sampler_iteration": 2,
@@ -150,9 +149,8 @@ def _plain(folder: Path):
 @pytest.mark.slow
 def test_the_config_s_own_optimiser_passed_in_trains_as_that_of_the_config(folder):
     def made(setup):
-        matrices = matrices_of(build(setup.config.model))
-        steps = setup.config.train.steps
-        return make_optimizer(setup.config.optim, num_steps=steps, matrices=matrices)
+        network, steps = build(setup.config.model), setup.config.train.steps
+        return toy.optimizer(setup.config.optim, num_steps=steps, network=network)
 
     same = _train(folder / "same", flags=PLAIN, optimizer=made)
     tiny_run.assert_same(same.params, _plain(folder).params)
@@ -180,23 +178,20 @@ def _close(left, right, rtol=1e-5, atol=1e-7):
 def test_a_schedule_is_a_factor_on_the_peaks_in_place_of_warm_up_and_cosine(name):
     config = configs.OptimConfig(name=name, warmup_steps=1, weight_decay=0.1)
     factor = learning_rate(1.0, config, num_steps=3)
-    make = functools.partial(make_optimizer, config, num_steps=3, matrices=["blocks/mlp/up/kernel"])
-    plain = _updates(make())
-    _close(_updates(make(schedule=factor)), plain)
-    rates = [
-        learning_rates(configs.Config(optim=config, train=configs.TrainConfig(steps=3)), (),
-                       Stage((MAIN,)), 2, num_steps=3, schedule=schedule)
-        for schedule in (None, factor)
-    ]  # fmt: skip
-    assert rates[0] == pytest.approx(rates[1])
+    up = Axes(("layers", "embed", "mlp"), is_matrix=True)
+    axes = {"blocks": {"mlp": {"up": {"kernel": up}}}, "embedding": Axes()}
+    plain, scaled = (rates_of(config, num_steps=3, schedule=one) for one in (None, factor))
+    _close(*(_updates(make_optimizer(config, one[MAIN], axes=axes)) for one in (plain, scaled)))
+    stage = Stage((MAIN,))
+    assert rates_at(plain, (), stage, 2) == pytest.approx(rates_at(scaled, (), stage, 2))
 
 
 def test_a_schedule_multiplies_the_updates_of_an_own_optimiser():
-    own = optax.sgd(1.0)
-    made = make_grouped_optimizer(
-        configs.OptimConfig(), configs.HeadsConfig(), (), Stage((MAIN,)), num_steps=3,
-        matrices=(), own=own, schedule=lambda step: 0.5**step,
-    )  # fmt: skip
+    own, mesh = optax.sgd(1.0), make_mesh(configs.MeshConfig(), jax.devices()[:1])
+    setup = planned_task(configs.Config(model=toy.config()), mesh).setup
+    task = make_task(setup, optimizer=own, schedule=lambda step: 0.5**step)
+    made = task.optimizer(Stage((MAIN,)))
+    assert not task.learning_rates(Stage((MAIN,)), 0)
     expected = [jax.tree.map(lambda x, n=n: 0.5**n * x, one) for n, one in enumerate(_updates(own))]
     _close(_updates(made), expected)
 
@@ -207,8 +202,7 @@ def test_a_loop_of_ones_own_takes_the_steps_of_the_run(folder):
     with tiny_run.on_devices(1):
         made = problem(_config(folder / "none", **PLAIN))
     assert not (folder / "none").exists()
-    matrices = matrices_of(made.network)
-    optimizer = make_optimizer(made.setup.config.optim, num_steps=3, matrices=matrices)
+    optimizer = toy.optimizer(made.setup.config.optim, num_steps=3, network=made.network)
     params = made.init(jax.random.split(jax.random.key(0))[0])
     state, losses = optimizer.init(params), []
 

@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 import stage_cases as cases
+import toy
 
 from dlm_jax.config import HeadsConfig, OptimConfig
-from dlm_jax.distributed.partitions import shardings
+from dlm_jax.distributed.partitions import axes_of, shardings
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER
-from dlm_jax.training.optimisers import make_grouped_optimizer, make_optimizer, matrices_of
+from dlm_jax.training.optimisers import make_grouped_optimizer, rates_of
 from dlm_jax.training.train_step import Stage, TrainState, make_train_step
 from dlm_jax.types import Network
 
@@ -41,6 +42,14 @@ def _step(
     return make_train_step(loss, optimizer, state, mesh=mesh, **config)
 
 
+def _grouped(optim: OptimConfig, heads: HeadsConfig, records: Any, groups: Any, network: Network):
+    rates = rates_of(optim, heads, records, num_steps=STEPS)
+    axes = axes_of(network)
+    return make_grouped_optimizer(
+        optim, heads, records, Stage(groups), rates, axes=axes, num_steps=STEPS
+    )
+
+
 def _begun(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
     state = TrainState(params, optimizer.init(params), jnp.int32(0), params)
     return jax.device_get(state)
@@ -49,7 +58,8 @@ def _begun(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
 def _trained(state: TrainState, step: Any, num_steps: int) -> tuple[TrainState, list[Any]]:
     state, seen = jax.tree.map(np.copy, state), []
     # Where the step returns it, or the second step would be compiled anew.
-    state = jax.device_put(state, shardings(state, cases.mesh()))
+    axes = axes_of(cases.model(**cases.WITH_HEADS))
+    state = jax.device_put(state, shardings(state, axes, cases.mesh()))
     for number in range(int(state.step), int(state.step) + num_steps):
         state, metrics = step(state, cases.batch(number), jax.random.key(5))
         seen.append(metrics)
@@ -83,20 +93,17 @@ def test_with_the_sampler_head_the_model_trains_bit_for_bit_as_without(name, cha
         weight_decay=0.1,
         sampler_reveal=0.5,
     )
-    matrices = matrices_of(cases.model(**cases.WITH_HEADS, **changes))
-    optimizer = make_optimizer(optim, num_steps=STEPS, matrices=matrices)
+    whole = cases.model(**cases.WITH_HEADS, **changes)
+    optimizer = toy.optimizer(optim, num_steps=STEPS, network=whole)
     begun = _begun(cases.main_of(cases.params(**changes)), optimizer)
     plain = _step(cases.model(**changes), optimizer, begun, (MAIN,))
     expected, seen = _trained(begun, plain, STEPS)
     assert min(metrics["grad_norm"] for metrics in seen) > 2 * optim.clip, "always clipped"
 
     def grouped(*groups: str):
-        stage, network = Stage(groups), cases.model(**cases.WITH_HEADS, **changes)
-        optimizer = make_grouped_optimizer(
-            optim, heads, cases.records(heads), stage, num_steps=STEPS, matrices=matrices
-        )
+        optimizer = _grouped(optim, heads, cases.records(heads), groups, whole)
         fresh = _begun(cases.params(**changes), optimizer)
-        return fresh, _step(network, optimizer, fresh, groups, heads)
+        return fresh, _step(whole, optimizer, fresh, groups, heads)
 
     fresh, alone = grouped(MAIN)
     _, beside = grouped(MAIN, SAMPLER)
@@ -123,10 +130,7 @@ def test_without_the_model_the_heads_train_alone_and_the_model_stays():
     heads = HeadsConfig(train_main=False, weight_decay=0.1)
     optim, groups = OptimConfig(warmup_steps=1, weight_decay=0.1), (SAMPLER,)
     network = cases.model(add_sampler_head=True)
-    optimizer = make_grouped_optimizer(
-        optim, heads, cases.records(heads, add_sampler_head=True), Stage(groups), num_steps=STEPS,
-        matrices=matrices_of(network),
-    )  # fmt: skip
+    optimizer = _grouped(optim, heads, cases.records(heads, add_sampler_head=True), groups, network)
     fresh = _begun({k: v for k, v in cases.params().items() if k != CRITIC}, optimizer)
     state, seen = _trained(fresh, _step(network, optimizer, fresh, groups, heads), 30)
     _assert_same_bits(cases.main_of(state.params), cases.main_of(fresh.params))

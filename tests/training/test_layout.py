@@ -135,7 +135,7 @@ def test_for_a_tpu_the_sampling_loop_keeps_each_chips_rows_apart():
     _for_tpu(
         "import canvases, toy\n"
         "from jax.sharding import NamedSharding, PartitionSpec as P\n"
-        "from dlm_jax.distributed.partitions import shardings\n"
+        "from dlm_jax.distributed.partitions import axes_of, shardings\n"
         "from dlm_jax.sampling.loop import Advance\n"
         "from dlm_jax.sampling.program import Program\n"
         "mesh = make_mesh(MeshConfig(fsdp=16), devices)\n"
@@ -145,7 +145,7 @@ def test_for_a_tpu_the_sampling_loop_keeps_each_chips_rows_apart():
         "params = jax.eval_shape(toy.network().init, jax.random.key(0))\n"
         "def at(leaf, place):\n"
         "    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)\n"
-        "params = jax.tree.map(at, params, shardings(params, mesh))\n"
+        "params = jax.tree.map(at, params, shardings(params, axes_of(toy.network()), mesh))\n"
         "state = jax.tree.map(lambda leaf: at(leaf, split), state)\n"
         "number = jax.ShapeDtypeStruct((), 'int32', sharding=whole)\n"
         "advance = Advance(Program(toy.network(), toy.MASK, chunk=64, rows=split))\n"

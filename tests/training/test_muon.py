@@ -10,8 +10,10 @@ from optax import contrib
 
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig, OptimConfig
-from dlm_jax.distributed.partitions import make_mesh, path_name, shardings
-from dlm_jax.training.optimisers import learning_rate, make_optimizer, orthogonalized
+from dlm_jax.distributed.partitions import make_mesh, shardings
+from dlm_jax.heads import MAIN
+from dlm_jax.training.optimisers import learning_rate, make_optimizer, orthogonalized, rates_of
+from dlm_jax.types import Axes
 
 CONFIG = OptimConfig(weight_decay=0.1)
 STEPS = 100
@@ -32,15 +34,24 @@ def _tree(seed: int):
     return {"dense_blocks": {"mlp": mlp}, "blocks": blocks, "embedding": table}
 
 
-_MATRICES = {
-    *(f"blocks/attention/{name}/kernel" for name in ("query", "key", "out")),
-    *(f"dense_blocks/mlp/{name}/kernel" for name in ("up", "down")),
-    "blocks/experts/expert_up", "blocks/experts/expert_down",
-}  # fmt: skip
+def _matrix(*names):
+    return Axes(("layers", *names), is_matrix=True)
 
 
-def _paths(params, value):
-    return jax.tree_util.tree_map_with_path(lambda path, _: value(path_name(path)), params)
+INTO, ONTO = {"kernel": _matrix("embed", "mlp")}, {"kernel": _matrix("mlp", "embed")}
+AXES = {
+    "dense_blocks": {"mlp": {"up": INTO, "down": ONTO}},
+    "blocks": {
+        "attention": {"query": INTO, "key": INTO, "out": ONTO},
+        "experts": {
+            "router": {"kernel": Axes()},
+            "expert_up": _matrix("experts", "embed", "mlp"),
+            "expert_down": _matrix("experts", "mlp", "embed"),
+        },
+    },
+    "embedding": Axes(("vocab", "embed")),
+}
+RATES = rates_of(CONFIG, num_steps=STEPS)[MAIN]
 
 
 def _optax() -> optax.GradientTransformation:
@@ -50,8 +61,8 @@ def _optax() -> optax.GradientTransformation:
     muon = contrib.muon(
         rate(CONFIG.learning_rate), beta=CONFIG.muon_momentum, weight_decay=CONFIG.weight_decay,
         adam_b1=CONFIG.b1, adam_b2=CONFIG.b2, adam_learning_rate=rate(CONFIG.adam_learning_rate),
-        muon_weight_dimension_numbers=lambda params: _paths(
-            params, lambda path: stacked if path in _MATRICES else None
+        muon_weight_dimension_numbers=jax.tree.map(
+            lambda axes: stacked if axes.is_matrix else None, AXES
         ),
     )  # fmt: skip
     return optax.chain(optax.clip_by_global_norm(CONFIG.clip), muon)
@@ -65,7 +76,8 @@ def _updates(optimizer, mesh=None):
         with devices.used(mesh):
             return optimizer.update(grads, state, params)
 
-    place = None if mesh is None else (shardings(params, mesh), shardings(state, mesh))
+    trees = params, state
+    place = None if mesh is None else tuple(shardings(tree, AXES, mesh) for tree in trees)
     run = jax.jit(update) if place is None else jax.jit(update, in_shardings=place)
     found = []
     for seed in (1, 2):
@@ -76,7 +88,7 @@ def _updates(optimizer, mesh=None):
 
 def test_on_one_device_it_is_optax_bit_for_bit_with_the_same_state():
     ours, theirs = (
-        _updates(make_optimizer(CONFIG, num_steps=STEPS, matrices=_MATRICES)),
+        _updates(make_optimizer(CONFIG, RATES, axes=AXES)),
         _updates(_optax()),
     )
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
@@ -97,7 +109,7 @@ def test_on_one_device_it_is_optax_bit_for_bit_with_the_same_state():
     ],
 )  # fmt: skip
 def test_dealt_out_over_devices_the_updates_are_those_of_one(mesh, num_devices):
-    optimizer = make_optimizer(CONFIG, num_steps=STEPS, matrices=_MATRICES)
+    optimizer = make_optimizer(CONFIG, RATES, axes=AXES)
     over = make_mesh(mesh, jax.devices()[:num_devices])
     ours, theirs = _updates(optimizer, over), _updates(optimizer)
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(theirs[0]))
@@ -109,12 +121,13 @@ def test_dealt_out_over_devices_the_updates_are_those_of_one(mesh, num_devices):
 def test_no_device_multiplies_more_than_its_own_matrices():
     """Nine matrices of one shape on eight devices: two each, and not nine."""
     tree = {"blocks": {"mlp": {"up": {"kernel": np.ones((9, 8, 24), np.float32) / 20}}}}
-    mesh = make_mesh(MeshConfig(data=4, fsdp=2))
+    axes, mesh = {"blocks": {"mlp": {"up": INTO}}}, make_mesh(MeshConfig(data=4, fsdp=2))
 
     def run(tree):
         with devices.used(mesh):
-            return orthogonalized(tree, devices.mesh_in_use())
+            return orthogonalized(tree, axes, devices.mesh_in_use())
 
-    text = jax.jit(run, in_shardings=(shardings(tree, mesh),)).lower(tree).compile().as_text()
+    places = shardings(tree, axes, mesh)
+    text = jax.jit(run, in_shardings=(places,)).lower(tree).compile().as_text()
     assert "f32[2,8,8]" in text
     assert "f32[9,8,8]" not in text

@@ -13,21 +13,21 @@ import toy
 
 from dlm_jax.config import HeadsConfig, OptimConfig
 from dlm_jax.distributed.partitions import path_name
-from dlm_jax.heads import CRITIC, MAIN, SAMPLER
+from dlm_jax.heads import CRITIC, MAIN, SAMPLER, Head, with_own_parameters
 from dlm_jax.model.transformer import build
 from dlm_jax.training.optimisers import (
     learning_rate,
     make_grouped_optimizer,
     make_optimizer,
-    matrices_by_shape,
-    matrices_of,
+    rates_of,
 )
 from dlm_jax.training.train_step import Stage
+from dlm_jax.types import Axes
 
 CONFIG = OptimConfig(learning_rate=0.5, warmup_steps=4, final_ratio=0.1)
 STEPS = 24
 NAMES = ["muon", "adamw"]
-MATRICES = matrices_of(toy.network())
+MATRICES = toy.matrices(toy.network())
 
 
 def _random(tree, seed, scale=1.0):
@@ -41,7 +41,7 @@ def _random(tree, seed, scale=1.0):
 
 @functools.cache
 def _compiled(config: OptimConfig):
-    optimizer = make_optimizer(config, num_steps=STEPS, matrices=MATRICES)
+    optimizer = toy.optimizer(config, num_steps=STEPS)
 
     def last_update(many_grads):
         state = optimizer.init(toy.params())
@@ -63,21 +63,56 @@ CANVASES = toy.config(
     activation="geglu", layer_scales=True, self_conditioning=True,
 )  # fmt: skip
 
+ARCHITECTURES = {
+    "toy": toy.config(),
+    "older": toy.config(activation="gelu", norm="layer", qkv_bias=True, tied_head=False),
+    "mixture": MIXTURE,
+    "full": CANVASES,
+    "gemma": dataclasses.replace(
+        CANVASES, experts=4, experts_per_token=2, expert_width=6, experts_beside=True,
+        post_norms=True, router_scales=True,
+    ),
+    "heads": toy.config(add_sampler_head=True, add_critic_head=True),
+    "adapters": toy.config(lora_rank=2, lora_targets=("query", "down", "mask")),
+}  # fmt: skip
 
-@pytest.mark.parametrize(
-    "config", [toy.config(), MIXTURE, CANVASES], ids=["toy", "mixture", "full"]
-)
-def test_matrices_are_all_parameters_of_two_axes_in_a_layer_but_tables_heads_and_routers(config):
-    shapes = jax.eval_shape(build(config).init, jax.random.key(0))
-    expected = set()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]:
-        name = path_name(path)
-        num_axes = leaf.ndim - ("blocks" in name)
-        if num_axes >= 2 and name not in ("embedding", "head/kernel") and "router" not in name:
-            expected.add(name)
-    assert matrices_of(build(config)) == expected
-    if config.full_every:
-        assert sum(name.startswith("full_blocks/") for name in expected) == 7
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_each_matrix_decays_and_is_muons_and_each_scale_and_bias_is_not(name):
+    """Matrices have two axes in a layer; tables, maps to logits, routers and adapters are none."""
+    config = ARCHITECTURES[name]
+    network = build(config)
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    leaves = {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(shapes)[0]}
+    expected = {
+        path
+        for path, leaf in leaves.items()
+        if leaf.ndim - ("blocks" in path) >= 2
+        and path not in ("embedding", "head/kernel")
+        and "router" not in path
+        and not path.startswith("adapters/")
+    }
+    assert toy.matrices(network) == expected
+    if config.full_every and not config.experts:
+        assert sum(path.startswith("full_blocks/") for path in expected) == 7
+    muon = toy.optimizer(OptimConfig(name="muon"), num_steps=STEPS, network=network)
+    state = jax.eval_shape(muon.init, shapes)[1].inner_states
+    for group, paths in (("muon", expected), ("adam", leaves.keys() - expected)):
+        moments = jax.tree_util.tree_flatten_with_path(state[group])[0]
+        ends = [
+            path for path in leaves for end, _ in moments if path_name(end).endswith(f"/mu/{path}")
+        ]
+        assert set(ends) == paths and len(ends) == len(paths)
+    adamw = toy.optimizer(
+        OptimConfig(name="adamw", weight_decay=0.5), num_steps=STEPS, network=network
+    )
+    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), shapes)
+    zeros = jax.tree.map(jnp.zeros_like, ones)
+    updates, _ = adamw.update(zeros, adamw.init(ones), ones)
+    moved = {
+        path_name(p): bool(x.any()) for p, x in jax.tree_util.tree_flatten_with_path(updates)[0]
+    }
+    assert {path for path, is_moved in moved.items() if is_moved} == expected
 
 
 def _shapes(tree):
@@ -95,20 +130,31 @@ def _shapes(tree):
     ],
 )  # fmt: skip
 def test_the_matrices_of_an_undeclared_network_have_two_axes_besides_the_layers(shapes, matrices):
-    assert matrices_by_shape(_shapes(shapes), vocab_size=12) == matrices
+    assert toy.matrices(_network(_shapes(shapes))) == matrices
+
+
+def _network(params, axes=None):
+    return dataclasses.replace(toy.network(), init=lambda key: params, axes=axes)
 
 
 def test_the_matrices_of_a_network_are_those_that_it_declares():
-    params = _shapes({"table": {"w": (6, 8), "v": (6, 8)}, "other": (8, 8)})
+    params = _shapes({"table": {"w": (6, 8), "v": (6, 8)}, "other": (8, 8), "my_head": (8, 12)})
+    own = {"table": {"w": Axes(), "v": Axes(is_matrix=True)}}
+    found = toy.matrices(_network(params, lambda shapes: own))
+    assert found == {"table/v", "other", "my_head"}
+    with pytest.raises(ValueError, match=r"^Network\.axes returns a tree that differs"):
+        toy.matrices(_network(params, lambda shapes: {"table": {"w": Axes()}}))
 
-    def declared(is_matrix):
-        network = toy.network()
-        return dataclasses.replace(network, init=lambda key: params, is_matrix=is_matrix)
 
-    own = {"table": {"w": False, "v": True}}
-    assert matrices_of(declared(lambda shapes: own)) == {"table/v", "other"}
-    with pytest.raises(ValueError, match=r"^Network\.is_matrix returns a tree that differs"):
-        matrices_of(declared(lambda shapes: {"table": {"w": True}}))
+def test_a_head_declares_the_matrices_of_its_own_parameters():
+    head = Head(
+        "my_head",
+        loss=lambda inputs: None,
+        init=lambda key: {"w": jnp.ones((8, 12)), "v": jnp.ones((8, 8))},
+        axes=lambda params: {"w": Axes(("embed", "vocab")), "v": Axes(is_matrix=True)},
+    )
+    network = with_own_parameters(_network({"other": jnp.ones((8, 8))}), (head,))
+    assert toy.matrices(network) == {"my_head/v", "other"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,7 +162,7 @@ def test_the_matrices_of_full_blocks_decay_and_under_muon_have_one_moment(name):
     network = build(CANVASES)
     params = jax.jit(network.init)(jax.random.key(0))
     config = OptimConfig(name=name, warmup_steps=0, learning_rate=0.1, weight_decay=0.5)
-    optimizer = make_optimizer(config, num_steps=STEPS, matrices=matrices_of(network))
+    optimizer = toy.optimizer(config, num_steps=STEPS, network=network)
     state = optimizer.init(params)
     grads = jax.tree.map(jnp.zeros_like, params)
     updates = jax.jit(optimizer.update)(grads, state, params)[0]
@@ -138,7 +184,8 @@ def test_each_expert_decays_and_under_muon_is_a_matrix_of_its_own(name):
     other = jax.tree.map(lambda x: x.at[1, 2].multiply(7.0), grads)
 
     def update(config, grads):
-        optimizer = make_optimizer(config, num_steps=STEPS, matrices=["blocks/mlp/expert_up"])
+        axes = {"blocks": {"mlp": {"expert_up": Axes(is_matrix=True)}}}
+        optimizer = make_optimizer(config, rates_of(config, num_steps=STEPS)[MAIN], axes=axes)
         found, _ = optimizer.update(grads, optimizer.init(params), params)
         return found["blocks"]["mlp"]["expert_up"]
 
@@ -301,9 +348,11 @@ def _place_in_groups(path: str) -> int:
 
 @functools.cache
 def _grouped(stage: frozenset[str], heads: HeadsConfig = HEADS):
+    records = cases.records(heads)
     optimizer = make_grouped_optimizer(
-        OPTIM, heads, cases.records(heads), Stage(tuple(stage)), num_steps=STEPS,
-        matrices=["blocks/up/kernel", f"{SAMPLER}/inner/kernel", f"{CRITIC}/out/kernel"],
+        OPTIM, heads, records, Stage(tuple(stage)),
+        rates_of(OPTIM, heads, records, num_steps=STEPS), num_steps=STEPS,
+        axes=jax.tree.map(lambda _: Axes(is_matrix=True), _three_groups()),
     )  # fmt: skip
     return optimizer.init, jax.jit(optimizer.update)
 

@@ -19,11 +19,11 @@ import toy
 from dlm_jax.config import Config, HeadsConfig, OptimConfig, SamplingParams
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.objectives import Drawn
-from dlm_jax.distributed.partitions import path_name, shardings
+from dlm_jax.distributed.partitions import axes_of, path_name, shardings
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER, critic
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.store import load_meta
-from dlm_jax.training.optimisers import make_grouped_optimizer, matrices_of
+from dlm_jax.training.optimisers import make_grouped_optimizer, rates_of
 from dlm_jax.training.train_step import (
     Stage,
     StageLoss,
@@ -282,7 +282,7 @@ def test_a_step_of_all_heads_follows_the_gradient_of_the_whole_on_any_mesh_in_an
     optimizer, config = optax.sgd(0.1), {"batch_size": cases.ROWS, "accumulate": parts}
     params, place = jax.tree.map(np.copy, cases.params()), cases.mesh(mesh)
     state = TrainState(params, optimizer.init(params), np.int32(5))
-    state = jax.device_put(state, shardings(state, place))
+    state = jax.device_put(state, shardings(state, axes_of(cases.model(**cases.WITH_HEADS)), place))
     step = make_train_step(_loss(mesh=mesh), optimizer, state, mesh=place, **config)
     state, metrics = jax.device_get(step(state, cases.batch(0), KEY()))
     heads = {head.metric: head for head in cases.records(HALFWAY)}
@@ -357,8 +357,9 @@ def test_what_an_optimizer_keeps_of_a_head_lies_where_the_head_does():
     heads = HeadsConfig()
     network = cases.model(**cases.WITH_HEADS)
     optimizer = make_grouped_optimizer(
-        OptimConfig(), heads, cases.records(heads), Stage(ALL), num_steps=100,
-        matrices=matrices_of(network),
+        OptimConfig(), heads, cases.records(heads), Stage(ALL),
+        rates_of(OptimConfig(), heads, cases.records(heads), num_steps=100),
+        axes=axes_of(network), num_steps=100,
     )  # fmt: skip
     state = abstract_state(network, optimizer, cases.mesh("cube"))
     places = {}

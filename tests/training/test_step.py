@@ -18,7 +18,6 @@ from dlm_jax.config import OptimConfig
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import costs
 from dlm_jax.diffusion.objectives import Batch, Drawn, Mixture, ObjectiveConfig, denoising, elbo
-from dlm_jax.training.optimisers import make_optimizer, matrices_of
 from dlm_jax.training.train_step import (
     TrainState,
     abstract_state,
@@ -30,9 +29,7 @@ from dlm_jax.training.train_step import (
 from dlm_jax.types import Network
 
 ROWS, POSITIONS, STEPS = 8, 8, 3
-OPTIMIZER = make_optimizer(
-    OptimConfig(warmup_steps=1, weight_decay=0.1), num_steps=20, matrices=matrices_of(toy.network())
-)
+OPTIMIZER = toy.optimizer(OptimConfig(warmup_steps=1, weight_decay=0.1), num_steps=20)
 
 
 def _batch(seed: int) -> Batch:

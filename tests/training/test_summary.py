@@ -7,10 +7,10 @@ import dataclasses
 import jax
 import numpy as np
 import tiny_run
+import toy
 
 import dlm_jax.config as configs
 from dlm_jax.model.transformer import build
-from dlm_jax.training.optimisers import matrices_of
 from dlm_jax.training.run import prepare
 from dlm_jax.training.train_loop import describe, parameters_by_part
 
@@ -56,14 +56,12 @@ def test_the_summary_names_the_matrices_of_a_network_that_does_not_declare_them(
     said: list[str] = []
 
     def network(config):
-        return dataclasses.replace(build(config), is_matrix=None)
+        return dataclasses.replace(build(config), axes=None)
 
     flags = tiny_run.flags(tmp_path / "run", optim__name="adamw")
     with tiny_run.on_devices(1):
         run = prepare(configs.load(None, flags), network=network, report=said.append)
     with run.checkpoints:
         describe(run, said.append)
-    (groups,) = [line for line in said if line.startswith("optimisers: adamw with decay ")]
-    named = groups.split("matrices by shape, without Network.is_matrix: ")[1].split(", ")
-    declared = matrices_of(build(run.config.model))
-    assert set(named) == declared
+    (line,) = [line for line in said if line.startswith("matrices by rank, without Network.axes: ")]
+    assert set(line.split(": ")[1].split(", ")) == toy.matrices(build(run.config.model))

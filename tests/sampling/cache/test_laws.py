@@ -16,7 +16,7 @@ from canvases import FOREVER, POSITIONS, ROWS
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.config import MeshConfig, SamplingParams
-from dlm_jax.distributed.partitions import make_mesh, shardings
+from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model import cached
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import CurrentBlock
@@ -326,7 +326,7 @@ def test_no_device_gathers_all_layers_of_a_matrix_that_is_split(case, monkeypatc
     mesh = make_mesh(MeshConfig(data=2, fsdp=4))
     split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
     state = jax.device_put(_state(kind, _rows(), **settings), split)
-    params = jax.device_put(params, shardings(params, mesh))
+    params = jax.device_put(params, shardings(params, axes_of(network), mesh))
     whole = {leaf.shape for leaf in jax.tree.leaves(params["blocks"]) if leaf.ndim > 2}
     advance = Advance(canvases.program(network, rows=split))
     compiled = advance._jitted.lower(params, state, jnp.int32(0), jnp.int32(9)).compile()

@@ -21,7 +21,7 @@ import jax
 import layout
 from benchmarks.pods import sampling_step
 from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
-from dlm_jax.distributed.partitions import make_mesh, partition, path_name
+from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model.transformer import build
 
 BLOCK = 32
@@ -72,10 +72,11 @@ config = ModelConfig(
 mesh = make_mesh(MeshConfig(fsdp=4), devices)
 compiled, state = sampling_step(config, sample("dual"), mesh, 96, 384)
 params = jax.eval_shape(build(config).init, jax.random.key(0))
+axes = axes_of(build(config))
 whole = {
     math.prod(leaf.shape)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
-    if "blocks" in path_name(path) and any(partition(path_name(path), leaf.shape, mesh))
+    for leaf, place in zip(*map(jax.tree.leaves, (params, shardings(params, axes, mesh))))
+    if leaf.ndim > 2 and any(place.spec)
 }
 assert whole == {3 * 512 * 512, 3 * 512 * 1280}, whole
 found = [
