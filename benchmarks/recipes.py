@@ -23,11 +23,11 @@ from pathlib import Path
 
 import dlm_jax
 import dlm_jax.config as configs
+from dlm_jax import devices
 from dlm_jax.cli.common import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model
-from dlm_jax.model.kernels import cpu
 from dlm_jax.training import prepare, run_loop
 from dlm_jax.training.metrics import read_records
 
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="for all runs")
     args = parser.parse_args()
     start_jax()
-    cpu.keep_freed_memory()
+    devices.keep_freed_memory()
     judge = None if args.judge is None else dlm_jax.load(args.judge)
     shared = dict(item.split("=", 1) for item in args.set)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in args.recipes}

@@ -19,7 +19,7 @@ from dlm_jax.cli import sample
 from dlm_jax.config import ModelConfig, ObjectiveConfig
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.slots import Bucket
-from dlm_jax.model.kernels import cpu
+from dlm_jax.model import ops
 from dlm_jax.model.transformer import build
 from dlm_jax.published.families import family_for
 from dlm_jax.randomness import key_of
@@ -188,7 +188,7 @@ def test_accelerators_trace_one_layer_of_each_stack_and_compute_the_same(
         return jax.jit(lambda *args: model.network.behind(*args)).trace(*given)
 
     assert str(trace().jaxpr).count("top_k") == 3
-    monkeypatch.setattr(cpu, "platform", lambda: "tpu")
+    monkeypatch.setattr(ops, "platform", lambda: "tpu")
     traced = trace()
     assert str(traced.jaxpr).count("top_k") == 2
     found = np.asarray(traced.lower().compile()(*given))
