@@ -37,10 +37,8 @@ def jax_functions(size: dict[str, int], activation: Any) -> tuple[Any, Any]:
 
     from dlm_jax.config import ModelConfig
     from dlm_jax.distributed import compiler
-    from dlm_jax.model.kernels import cpu
     from dlm_jax.model.transformer import build
 
-    cpu.keep_freed_memory()
     shape: dict[str, Any] = {name: size[name] for name in ("depth", "width", "heads")}
     network = build(ModelConfig(**shape, activation=activation, vocab_size=VOCAB_SIZE))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))

@@ -31,7 +31,6 @@ from dlm_jax.data import DamagedShard
 from dlm_jax.distributed.processes import run_together
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model, untrained_heads
-from dlm_jax.model.kernels import cpu
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
 from dlm_jax.training.metrics import (
     METRICS,
@@ -112,7 +111,6 @@ def _emit_once(text: str, args: argparse.Namespace) -> None:
 
 def _train(config: Config, profile: tuple[int, int] | None, clock: WallClock) -> Outcome:
     with refusals():
-        cpu.keep_freed_memory()
         run = prepare(config, report=say, clock=clock)
     with run.checkpoints:
         describe(run)

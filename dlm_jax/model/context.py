@@ -19,12 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax import devices
+from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import PLACES, fitting, with_trivial
-from dlm_jax.model.attention import SAVED, by_formula
+from dlm_jax.model import ops
 
 AXIS = "context"
-_LANES = 128
 _GROUPS = 8
 
 
@@ -83,25 +82,17 @@ def pieces_of(num_positions: int, block_length: int) -> RowPieces | None:
     """The pieces of rows on the mesh in use; None if the mesh does not split rows, if the pieces
     are not multiples of the block length, or if the kernel cannot split the mask.
     """
-    mesh = devices.mesh_in_use()
+    mesh = mesh_in_use()
     count = 1 if mesh is None else mesh.shape.get(AXIS, 1)
     if count == 1 or num_positions % (2 * count * block_length):
         return None
     pieces = RowPieces(num_positions, count)
-    return pieces if _has_partial_tile(pieces, block_length) else None
+    if ops.uses_splash(pieces.own // 2):
+        from dlm_jax.model.kernels.splash import tile_of
 
-
-def _has_partial_tile(pieces: RowPieces, block_length: int) -> bool:
-    """False if no tile of the splash kernel is partially visible; JAX cannot split such a mask."""
-    if not _is_splash(pieces):
-        return True
-    from dlm_jax.model.kernels.splash import tile_of
-
-    return block_length % tile_of(pieces.own // 2) != 0
-
-
-def _is_splash(pieces: RowPieces) -> bool:
-    return devices.platform() == "tpu" and pieces.own // 2 % _LANES == 0
+        # JAX cannot split a mask without a partially visible tile.
+        return None if block_length % tile_of(pieces.own // 2) == 0 else pieces
+    return pieces
 
 
 def paired(noisy_BL: jax.Array, clean_BL: jax.Array, pieces: RowPieces) -> jax.Array:
@@ -119,7 +110,7 @@ def noisy_in_order(x_PLD: jax.Array, pieces: RowPieces) -> jax.Array:
 
     Each device sends its two pieces to the devices that have them in this order.
     """
-    mesh = devices.mesh_in_use()
+    mesh = mesh_in_use()
     assert mesh is not None
     x_BLD = x_PLD.reshape(-1, 2, *x_PLD.shape[1:])[:, 0]
     spec = with_trivial(fitting(PLACES["hidden"], x_BLD.shape, mesh), mesh)
@@ -149,7 +140,7 @@ def attend_beside_gathered(
     pieces: RowPieces,
 ) -> jax.Array:
     """`dlm_jax.model.attention.attend_beside_clean` for `paired` rows, ``[2 B, L, H, K]``."""
-    mesh, num_heads = devices.mesh_in_use(), q_PLHK.shape[2]
+    mesh, num_heads = mesh_in_use(), q_PLHK.shape[2]
     assert mesh is not None
     if k_PLGK.shape[2] % mesh.shape.get("tensor", 1):
         k_PLGK, v_PLGK = (jnp.repeat(x, num_heads // x.shape[2], axis=2) for x in (k_PLGK, v_PLGK))
@@ -157,7 +148,9 @@ def attend_beside_gathered(
     place = fitting(PLACES["queries"], (q.shape[0], *q_PLHK.shape[1:]), mesh)
     rows, positions, heads, _ = with_trivial(place, mesh)
     spec, may_see = P(rows, None, positions, heads, None), BesideGathered(block_length, pieces)
-    kernel, shares = _kernel(may_see)
+    kernel, shares = None, (1.0, 1.0)
+    if ops.uses_splash(pieces.own // 2):
+        kernel, shares = splash_kernel(may_see)
 
     def of_device(
         kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, length_B: jax.Array
@@ -174,8 +167,9 @@ def attend_beside_gathered(
             given = q.reshape(q.shape[0], -1, *q.shape[3:]), k, v, is_live_BM
             if kernel is None:
                 first = device * given[0].shape[1]
-                y = by_formula(*given, lambda query, key: may_see(first + query, key))
-                y = checkpoint_name(y, SAVED)
+                y = ops.formula_attention(
+                    *given, may_see=lambda query, key: may_see(first + query, key)
+                )
             else:
                 from dlm_jax.model.kernels.splash import on_cores, with_kernel
 
@@ -226,15 +220,10 @@ def _summed(_: None, g_BMGK: jax.Array) -> tuple[jax.Array]:
 _from_all.defvjp(lambda x_BCGK: (_from_all(x_BCGK), None), _summed)
 
 
-def _kernel(may_see: BesideGathered) -> tuple[Any, tuple[float, float]]:
-    """The splash kernel (None where the plain formula is used) and the shares of its scores."""
-    return _splash_kernel(may_see) if _is_splash(may_see.pieces) else (None, (1.0, 1.0))
-
-
-def _splash_kernel(
+def splash_kernel(
     may_see: BesideGathered, *, interpret: bool = False
 ) -> tuple[Any, tuple[float, float]]:
-    # Imported here, because importing Pallas takes a third of a second.
+    """The kernel for the queries of all devices, and the shares of the scores it computes."""
     from dlm_jax.model.kernels.splash import split_kernel
 
     pieces = may_see.pieces
@@ -245,6 +234,6 @@ def _splash_kernel(
         num_devices=pieces.count,
         multiple=pieces.own // 2,
         unit=may_see.block_length,
-        saved=SAVED,
+        saved=ops.SAVED,
         interpret=interpret,
     )

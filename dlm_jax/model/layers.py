@@ -14,8 +14,7 @@ from dlm_jax import devices
 from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.mesh import device_bytes
 from dlm_jax.distributed.partitions import on_own_share
-from dlm_jax.model.attention import SAVED
-from dlm_jax.model.kernels import cpu
+from dlm_jax.model import ops
 from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.model.quantized import product
 from dlm_jax.types import LAYERS, Axes, Params
@@ -78,16 +77,16 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.bias is None:
-            return cpu.rms_norm(x, self.scale[...], epsilon=self.epsilon)
+            return ops.rms_norm(x, self.scale[...], epsilon=self.epsilon)
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        y = cpu.rms_norm(x32, self.scale[...], epsilon=self.epsilon)
+        y = ops.rms_norm(x32, self.scale[...], epsilon=self.epsilon)
         return (y + jnp.expand_dims(self.bias[...], tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
 def unit_norm(x: jax.Array, epsilon: float) -> jax.Array:
     """RMSNorm without a scale, computed in float32 and returned in the input's dtype."""
-    return cpu.rms_norm(x, jnp.ones(x.shape[-1:], jnp.float32), epsilon=epsilon)
+    return ops.rms_norm(x, jnp.ones(x.shape[-1:], jnp.float32), epsilon=epsilon)
 
 
 GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
@@ -121,9 +120,9 @@ _POLICIES = jax.checkpoint_policies
 
 POLICIES: dict[str, Callable[..., Any]] = {
     "block": _POLICIES.nothing_saveable,
-    "attention": _POLICIES.save_only_these_names(SAVED),
+    "attention": _POLICIES.save_only_these_names(ops.SAVED),
     "dots": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(SAVED)
+        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(ops.SAVED)
     ),
     "offload": _POLICIES.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -64,7 +64,7 @@ def rates_of(
 
     ``learning_rate`` is that of the main group (the matrices of Muon, or all parameters with
     AdamW). ``adam_learning_rate`` is for the parameters that Adam updates under ``muon``. A head
-    with its own group adds, for example, ``sampler_learning_rate``, which starts when the head
+    adds, for example, ``sampler_learning_rate``, which starts when the head
     starts to train. `schedule` maps a step to a factor that scales the peaks of the main group, and
     replaces the warm-up and cosine.
     """
@@ -79,7 +79,7 @@ def rates_of(
 
     rates = {MAIN: {name: rate(peak) for name, peak in peaks.items()}}
     for head in heads if settings is not None else ():
-        if head.group != MAIN and head.optimizer is None:
+        if head.optimizer is None:
             left = max(1, num_steps - head.start)
             warmup = min(settings.warmup_steps, left - 1)
             own = dataclasses.replace(optim, warmup_steps=warmup)

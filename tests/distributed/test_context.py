@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax import devices
 from dlm_jax.config import Config, DataConfig, MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
-from dlm_jax.model import context
+from dlm_jax.model import context, ops
 from dlm_jax.model.attention import attend_beside_clean
 from dlm_jax.model.context import (
     BesideGathered,
@@ -157,8 +157,9 @@ def test_gathered_keys_are_kept_for_the_backward_pass_if_named(remat, times):
 def test_the_kernel_on_split_positions_has_the_values_and_gradients_of_the_formula(monkeypatch):
     positions, block = 512, 64
     mesh, pieces = _mesh(data=1, context=2), RowPieces(positions, 2)
-    kernel = functools.partial(context._splash_kernel, interpret=True)
-    monkeypatch.setattr(context, "_kernel", kernel)
+    kernel = functools.partial(context.splash_kernel, interpret=True)
+    monkeypatch.setattr(ops, "uses_splash", lambda _: True)
+    monkeypatch.setattr(context, "splash_kernel", kernel)
     streams, length_B = _streams(positions, 2), jnp.array([positions, 17])
     y, pull = jax.vjp(
         lambda *qkv: attend_beside_clean(*qkv, length_B, block_length=block),

@@ -17,16 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig
 from dlm_jax.distributed.partitions import make_mesh
-from dlm_jax.model import attention
-from dlm_jax.model import attention as forms
-from dlm_jax.model.attention import (
-    BesideClean,
-    InBlocks,
-    attend,
-    attend_beside_clean,
-    causal,
-    plain_attention,
-)
+from dlm_jax.model import ops
+from dlm_jax.model.attention import BesideClean, InBlocks, attend_beside_clean
 from dlm_jax.model.kernels import cpu, mosaic, splash
 from dlm_jax.model.kernels.mosaic import mosaic_window
 from dlm_jax.model.kernels.splash import splash_attention
@@ -36,6 +28,7 @@ from dlm_jax.model.kernels.triton import (
     triton_window,
     visible_tiles,
 )
+from dlm_jax.model.ops import causal, plain_attention
 from dlm_jax.types import live_positions
 
 MASKS = {"bidirectional": None, "causal": causal, "blocks": InBlocks(40)}
@@ -115,7 +108,7 @@ def test_the_plain_form_computes_some_queries_at_a_time_where_all_scores_would_n
 
     expected, pull = jax.vjp(run, *inputs)
     gradients = pull(g)
-    monkeypatch.setattr(forms, "_MAX_SCORES", ROWS * HEADS * POSITIONS**2 // 2)
+    monkeypatch.setattr(ops, "_MAX_SCORES", ROWS * HEADS * POSITIONS**2 // 2)
     assert "scan" in str(jax.make_jaxpr(run)(*inputs))
     found, pull = jax.vjp(run, *inputs)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -195,8 +188,8 @@ def test_two_cores_share_odd_rows_by_halves_of_the_heads(
     np.testing.assert_array_equal(y, q)
 
 
-_BIDIRECTIONAL = functools.partial(attend, is_causal=False)
-_IN_BLOCKS = functools.partial(attention.attend_in_blocks, block_length=32)
+_BIDIRECTIONAL = ops.attention
+_IN_BLOCKS = functools.partial(ops.attention, may_see=InBlocks(32))
 _TWO_STREAMS = functools.partial(attend_beside_clean, block_length=32)
 
 
@@ -221,7 +214,7 @@ def test_the_devices_in_use_choose_the_form(monkeypatch):
         assert not is_causal
         return jax.jit(lambda cudnn: cudnn)(q_BLHK)
 
-    monkeypatch.setattr(forms, "cudnn_attention", cudnn)
+    monkeypatch.setattr(ops, "cudnn_attention", cudnn)
     assert "pallas_call" in _traced("tpu", jnp.bfloat16)
     assert "name=<lambda>" in _traced("gpu", jnp.bfloat16)
     assert "pallas_call" in _traced("gpu", jnp.bfloat16, form=_IN_BLOCKS)
@@ -267,12 +260,11 @@ def test_off_cpu_every_kind_of_model_sees_what_it_sees_on_a_cpu(monkeypatch, wha
             streams = [jnp.concatenate([x, x[::-1]]) for x in inputs]
             return attend_beside_clean(*streams, length_B, block_length=40)
         if what == "blocks":
-            return attention.attend_in_blocks(*inputs, length_B, block_length=40)
-        return attend(*inputs, length_B, is_causal=True)
+            return ops.attention(*inputs, length_B, may_see=InBlocks(40))
+        return ops.attention(*inputs, length_B, may_see=causal)
 
     expected = run()
-    monkeypatch.setattr(attention, "platform", lambda: "other")
-    monkeypatch.setattr(forms.devices, "platform", lambda: "other")
+    monkeypatch.setattr(ops, "platform", lambda: "other")
     is_live = np.asarray(live_positions(length_B, POSITIONS))
     is_live = np.concatenate([is_live] * (len(expected) // ROWS))
     np.testing.assert_allclose(run()[is_live], expected[is_live], rtol=1e-5, atol=1e-6)
@@ -294,8 +286,8 @@ def test_a_window_on_a_tpu_has_the_values_of_the_formula(num_queries, num_seen, 
     seen = tuple(jnp.tile(x, (1, 1, 2 if num_seen > 1 else 1, 1)) for x in seen)
     found = {}
     for place in ("cpu", "tpu"):
-        monkeypatch.setattr(forms, "platform", lambda place=place: place)
-        found[place] = forms.attend_beside_kept(q, kept, own, seen)
+        monkeypatch.setattr(ops, "platform", lambda place=place: place)
+        found[place] = ops.window_attention(q, kept, own, seen)
     np.testing.assert_allclose(found["tpu"], found["cpu"], rtol=1e-5, atol=1e-6)
 
 
@@ -337,8 +329,8 @@ def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(
     if has_masks:  # the same for the heads of a group
         seen = tuple(jnp.tile(bias, (1, 1, heads // groups, 1)) for bias in seen)
     row_N = jnp.array([2, 0])
-    kept = forms.CachedLayer(leaves, jnp.array(1), row_N, num_seen)
-    expected = forms.attend_beside_kept(q, kept, own, seen)
+    kept = ops.CachedLayer(leaves, jnp.array(1), row_N, num_seen)
+    expected = ops.window_attention(q, kept, own, seen)
     found = KERNELS[platform](
         q,
         leaves,
@@ -380,7 +372,7 @@ def test_the_rotary_kernel_and_its_gradients_are_those_of_the_formula(
     g = jnp.asarray(np.random.default_rng(6).normal(size=x.shape), jnp.bfloat16)
 
     def run(*given):
-        y, pull = jax.vjp(lambda *a: forms.turned(*a, epsilon=1e-5), *given)
+        y, pull = jax.vjp(lambda *a: ops.rotate_heads(*a, epsilon=1e-5), *given)
         gradients = pull(g.astype(y.dtype))
         return y, gradients[0], *gradients[3:]
 
@@ -393,7 +385,7 @@ def test_the_rotary_kernel_and_its_gradients_are_those_of_the_formula(
 
     for kernel in (mosaic.mosaic_turned, mosaic.mosaic_turned_gradients):
         monkeypatch.setattr(mosaic, kernel.__name__, functools.partial(interpreted, kernel))
-    monkeypatch.setattr(forms, "platform", lambda: "tpu")
+    monkeypatch.setattr(ops, "platform", lambda: "tpu")
     if mesh is None:
         found = run(*given)
         assert calls == 2 * [(2, positions, 4 * 128)]
@@ -423,7 +415,7 @@ def test_heads_without_a_rotary_kernel_are_turned_by_the_formula(
 ):
     x, table = jnp.zeros((1, positions, 2, size), dtype), jnp.zeros((positions, angles))
     with jax.sharding.use_abstract_mesh(_on(platform)):
-        text = str(jax.make_jaxpr(forms.turned)(x, table, table))
+        text = str(jax.make_jaxpr(ops.rotate_heads)(x, table, table))
     assert ("pallas_call" in text) == has_kernel
 
 
@@ -436,9 +428,9 @@ def test_a_window_reads_no_copy_of_a_layer(platform):
     own = jax.ShapeDtypeStruct((rows, heads, window, SIZE), jnp.bfloat16)
 
     def run(q, leaves, own, layer):
-        kept = forms.CachedLayer(leaves, layer, None, positions)
+        kept = ops.CachedLayer(leaves, layer, None, positions)
         seen = jnp.zeros((rows, 1, 1, positions)), jnp.zeros((rows, 1, 1, window))
-        return forms.attend_beside_kept(q, kept, own, seen)
+        return ops.window_attention(q, kept, own, seen)
 
     with jax.sharding.use_abstract_mesh(_on(platform)):
         traced = jax.jit(run).trace(q, (leaf, leaf), (own, own), jax.ShapeDtypeStruct((), "int32"))
@@ -467,8 +459,8 @@ def test_each_device_attends_beside_its_own_rows_of_the_cache(shape, platform, m
     seen = jnp.zeros((4, 1, 1, 130)), jnp.zeros((4, 1, 1, window))
     # Each of two or four devices owns the rows that it reads.
     row_N = jnp.array([1, 2, 4, 7] if shape["data"] == 4 else [3, 0, 5, 6])
-    kept = forms.CachedLayer(leaves, jnp.array(2), row_N, 130)
-    expected = forms.attend_beside_kept(q, kept, own, seen)
+    kept = ops.CachedLayer(leaves, jnp.array(2), row_N, 130)
+    expected = ops.window_attention(q, kept, own, seen)
     kernel, shapes = KERNELS[platform], []
 
     def interpreted(q, *rest):
@@ -476,14 +468,14 @@ def test_each_device_attends_beside_its_own_rows_of_the_cache(shape, platform, m
         return kernel(q, *rest, interpret=True)
 
     monkeypatch.setattr(f"{kernel.__module__}.{kernel.__name__}", interpreted)
-    monkeypatch.setattr(forms, "platform", lambda: platform)
+    monkeypatch.setattr(ops, "platform", lambda: platform)
     mesh = make_mesh(MeshConfig(**shape), jax.devices()[:4])
 
     @jax.jit
     def run(q, leaves, row_N, own, seen):
         with devices.used(mesh):
-            kept = forms.CachedLayer(leaves, jnp.array(2), row_N, 130)
-            return forms.attend_beside_kept(q, kept, own, seen)
+            kept = ops.CachedLayer(leaves, jnp.array(2), row_N, 130)
+            return ops.window_attention(q, kept, own, seen)
 
     given = jax.device_put((q, leaves, row_N, own, seen), NamedSharding(mesh, PartitionSpec()))
     found = run(*given)
@@ -507,8 +499,8 @@ def test_a_window_without_a_kernel_is_computed_by_the_formula(
     q, seen = jnp.zeros((1, 4, 1, size), dtype), (jnp.zeros((1, 1, 1, n)) for n in (num_seen, 4))
 
     def run(q, leaf, own, seen):
-        kept = forms.CachedLayer((leaf, leaf), jnp.array(0), None, num_seen)
-        return forms.attend_beside_kept(q, kept, (own, own), seen)
+        kept = ops.CachedLayer((leaf, leaf), jnp.array(0), None, num_seen)
+        return ops.window_attention(q, kept, (own, own), seen)
 
     with jax.sharding.use_abstract_mesh(_on(platform)):
         text = str(jax.make_jaxpr(run)(q, leaf, own, tuple(seen)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toy
 
-from dlm_jax.model import cached as cached_module
+from dlm_jax.model import ops
 from dlm_jax.model.transformer import build
 from dlm_jax.types import Window
 
@@ -181,7 +181,7 @@ def test_two_streams_of_a_shifted_model_are_those_of_a_plain_one_a_position_late
 @pytest.mark.parametrize("place", ["cpu", "tpu"])
 def test_many_rows_are_stored_as_a_few_are(place, monkeypatch):
     network, params = _model("shifted")
-    monkeypatch.setattr(cached_module, "platform", lambda: place)
+    monkeypatch.setattr(ops, "platform", lambda: place)
     cached = network.cached
     tokens, length = jnp.tile(TOKENS, (4, 1)), jnp.tile(LENGTH, 4)
     _, piece = jax.jit(lambda *given: cached.whole(*given))(params, tokens, length)

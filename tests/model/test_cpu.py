@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dlm_jax.model.attention import attend
+from dlm_jax.model import ops
 from dlm_jax.model.kernels import cpu
 
 
@@ -47,17 +47,11 @@ def assert_same_values_and_gradients(fast, plain, *inputs, tolerance=2e-5):
         np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 5, 7), (2, 3, 1, 7)])
-def test_linear_equals_the_plain_product(shape):
-    inputs = normal(0, *shape), normal(1, 7, 11)
-    assert_same_values_and_gradients(cpu.linear, lambda x, w: x @ w, *inputs)
-
-
 @pytest.mark.parametrize("shape", [(5, 7), (3, 5, 7), (2, 3, 4, 7)])
 def test_rms_norm_equals_the_plain_formula(shape):
     scale = normal(1, *(1,) * (len(shape) - 1), 7)
     assert_same_values_and_gradients(
-        lambda x, scale: cpu.rms_norm(x, scale, epsilon=1e-5),
+        lambda x, scale: ops.rms_norm(x, scale, epsilon=1e-5),
         plain_rms_norm,
         normal(0, *shape),
         scale,
@@ -67,7 +61,7 @@ def test_rms_norm_equals_the_plain_formula(shape):
 def test_rotate_equals_split_and_concatenate():
     angles = normal(1, 5, 3)
     inputs = normal(0, 2, 5, 4, 6), jnp.cos(angles), jnp.sin(angles)
-    assert_same_values_and_gradients(cpu.rotate, plain_rotate, *inputs)
+    assert_same_values_and_gradients(ops.rotate_heads, plain_rotate, *inputs)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -80,7 +74,7 @@ def test_attention_equals_the_plain_formula_at_every_length(is_causal, num_group
     q, k, v = (normal(i, 4, 13, h, 5) for i, h in enumerate((6, num_groups, num_groups)))
 
     def fast(q, k, v):
-        return attend(q, k, v, length_B, is_causal=is_causal)
+        return ops.attention(q, k, v, length_B, may_see=ops.causal if is_causal else None)
 
     def plain(q, k, v):
         return plain_attention(q, k, v, length_B, is_causal=is_causal)
@@ -94,7 +88,7 @@ def test_hidden_keys_do_not_matter_and_get_no_gradient():
     is_live = (jnp.arange(6)[None, :] < length_B[:, None])[:, :, None, None]
 
     def total(k, v):
-        return jnp.sum(attend(q, k, v, length_B, is_causal=False))
+        return jnp.sum(ops.attention(q, k, v, length_B))
 
     assert total(k, v) == total(jnp.where(is_live, k, 50.0), jnp.where(is_live, v, -50.0))
     for g in jax.grad(total, (0, 1))(k, v):
@@ -103,7 +97,7 @@ def test_hidden_keys_do_not_matter_and_get_no_gradient():
 
 def test_large_scores_stay_finite():
     q, k, v = (1e3 * normal(i, 1, 6, 1, 4) for i in range(3))
-    g = jax.grad(lambda q: jnp.sum(attend(q, k, v, jnp.array([4]), is_causal=True)))(q)
+    g = jax.grad(lambda q: jnp.sum(ops.attention(q, k, v, jnp.array([4]), may_see=ops.causal)))(q)
     assert jnp.all(jnp.isfinite(g))
 
 
@@ -115,7 +109,7 @@ def test_half_precision_inputs_keep_their_dtype_and_float32_accuracy():
         return jnp.sum(attend(*inputs).astype(jnp.float32) ** 2)
 
     def fast(q, k, v):
-        return attend(q, k, v, length_B, is_causal=False)
+        return ops.attention(q, k, v, length_B)
 
     def plain(q, k, v):
         return plain_attention(q, k, v, length_B, is_causal=False)
@@ -135,9 +129,9 @@ def test_sharded_rows_give_the_same_gradients():
     x, kernel, length_B = normal(0, 8, 6, 12), normal(1, 12, 12), jnp.full(8, 6)
 
     def loss(x, kernel):
-        heads = cpu.linear(x, kernel).reshape(8, 6, 4, 3)
-        y = attend(heads, heads, heads, length_B, is_causal=False)
-        return jnp.sum(cpu.rms_norm(y, jnp.ones((1, 1, 1, 3)), epsilon=1e-5) ** 3)
+        heads = (x @ kernel).reshape(8, 6, 4, 3)
+        y = ops.attention(heads, heads, heads, length_B)
+        return jnp.sum(ops.rms_norm(y, jnp.ones((1, 1, 1, 3)), epsilon=1e-5) ** 3)
 
     g = jax.jit(jax.grad(loss, (0, 1)))
     sharded = g(
@@ -148,27 +142,6 @@ def test_sharded_rows_give_the_same_gradients():
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("depth", [1, 3, 17])
-def test_run_blocks_equals_a_python_loop(depth):
-    def block(x, w, context):
-        count, shift = context
-        return x + jnp.tanh(x @ w) * count.astype(x.dtype) + shift
-
-    def loop(x, w, shift):
-        for i in range(depth):
-            x = block(x, w[i], (jnp.int32(2), shift))
-        return x
-
-    assert_same_values_and_gradients(
-        lambda x, w, shift: jax.jit(
-            lambda x, w, shift: cpu.run_blocks(block, x, w, (jnp.int32(2), shift))
-        )(x, w, shift),
-        loop,
-        *(normal(0, 3, 4), 0.3 * normal(1, depth, 4, 4), normal(2, 3, 4)),
-        tolerance=1e-3,
-    )
-
-
 @pytest.mark.parametrize(("size", "is_even"), [(3 * 4099, True), (2500, True), (10007, False)])
 def test_a_product_with_the_rows_of_a_large_table_is_the_plain_one(monkeypatch, size, is_even):
     """Equal blocks of the table, blocks that overlap at its end, and the gradients."""
@@ -176,7 +149,7 @@ def test_a_product_with_the_rows_of_a_large_table_is_the_plain_one(monkeypatch, 
     rng = np.random.default_rng(0)
     x_ND, table_VD = (jnp.asarray(rng.normal(size=(n, 4)), jnp.float32) for n in (3, size))
     weight_NV = jnp.asarray(rng.normal(size=(3, size)), jnp.float32)
-    found = str(jax.make_jaxpr(cpu.linear_by_rows)(x_ND, table_VD))
+    found = str(jax.make_jaxpr(ops.linear_by_rows)(x_ND, table_VD))
     assert "custom_vjp" in found and ("while" in found or "scan" in found) != is_even
 
     def both(product):
@@ -186,7 +159,7 @@ def test_a_product_with_the_rows_of_a_large_table_is_the_plain_one(monkeypatch, 
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x_ND, table_VD)
 
-    ours = jax.tree.leaves(both(cpu.linear_by_rows))
+    ours = jax.tree.leaves(both(ops.linear_by_rows))
     plain = jax.tree.leaves(both(lambda x_ND, table_VD: x_ND @ table_VD.T))
     for found, wanted in zip(ours, plain, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig, ModelConfig
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
-from dlm_jax.model.experts import Experts, GatedMlp, mixture, route
+from dlm_jax.model.block import Mlp
+from dlm_jax.model.moe import Experts, mixture, route
 from dlm_jax.model.transformer import build
 
 CONFIG = ModelConfig(
@@ -139,14 +140,14 @@ def test_a_part_of_the_experts_adds_what_its_own_say_and_nothing_else():
 
 
 def test_a_shared_expert_constrains_and_names_its_activations_like_an_mlp():
-    mlp = GatedMlp(8, 16, activation="swiglu", rngs=nnx.Rngs(params=jax.random.key(0)))
+    mlp = Mlp(CONFIG, rngs=nnx.Rngs(params=jax.random.key(0)), inner=16)
     mesh = make_mesh(MeshConfig(data=4, tensor=2))
 
     def run(x_BLD):
         with devices.used(mesh):
             return mlp(x_BLD)
 
-    program = jax.make_jaxpr(run)(jnp.zeros((4, 2, 8)))
+    program = jax.make_jaxpr(run)(jnp.zeros((4, 2, CONFIG.width)))
     named = {str(one.params.get("name")) for one in program.eqns if one.primitive.name == "name"}
     assert named == {"gate", "up"}
     (pinned,) = [one for one in program.eqns if one.primitive.name == "sharding_constraint"]

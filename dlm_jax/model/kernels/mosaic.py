@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dlm_jax.model.kernels.split import padded
+from dlm_jax.model.kernels.split import HIDDEN, padded
 
-_HIDDEN = -1e30
 _LANES = 128
 # Rows of a tile in half precision.
 _SUBLANES = 16
@@ -111,7 +110,7 @@ def _biases(
     """The biases of one head, which the heads of a group share, padded to tiles."""
     of_kept, of_own = (x[:, :, :num_queries] for x in seen)
     of_kept, of_own = (padded(x, 2, queries) if x.shape[2] > 1 else x for x in (of_kept, of_own))
-    return padded(of_kept, 3, keys, _HIDDEN), padded(of_own, 3, _SUBLANES, _HIDDEN)
+    return padded(of_kept, 3, keys, HIDDEN), padded(of_own, 3, _SUBLANES, HIDDEN)
 
 
 def _bias_block(bias_B1NM: jax.Array, queries: int, keys: int | None) -> pl.BlockSpec:
@@ -199,7 +198,7 @@ def _kernel(
     @pl.when(tile == 0)
     def _():
         sum_ref[...], total_ref[...] = jnp.zeros_like(sum_ref), jnp.zeros_like(total_ref)
-        top_ref[...] = jnp.full_like(top_ref, _HIDDEN)
+        top_ref[...] = jnp.full_like(top_ref, HIDDEN)
         for group in range(groups):
             of_group = pl.ds(group * size, size)
             add(group, k_ref[group], v_ref[:, of_group], of_own_ref[...])

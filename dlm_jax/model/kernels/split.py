@@ -1,4 +1,4 @@
-"""What attention kernels share: their parts on several devices, and padding to tiles."""
+"""What forms of attention share: grouped heads, parts on several devices, padding to tiles."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import PLACES, ROWS, fitting
+
+HIDDEN = -1e30
+"""The bias that hides a key."""
 
 
 def by_device(
@@ -113,3 +116,29 @@ def padded(x: jax.Array, axis: int, unit: int, value: float = 0) -> jax.Array:
     missing = -x.shape[axis] % unit
     widths = [(0, missing if at == axis else 0) for at in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=value) if missing else x
+
+
+def shared_bias(is_seen_BNM: jax.Array, num_shared: int) -> jax.Array:
+    """The bias that hides keys in the scores ``[B, G, num_shared * N, M]`` of grouped heads."""
+    if is_seen_BNM.shape[1] > 1:
+        is_seen_BNM = jnp.tile(is_seen_BNM, (1, num_shared, 1))
+    return jnp.where(is_seen_BNM, 0.0, HIDDEN)[:, None]
+
+
+def grouped(q_BLHK: jax.Array, num_groups: int) -> jax.Array:
+    """Scaled queries ``[B, G, N, K]``, float32.
+
+    The heads of a group are stacked along the query axis, so that every product is one batched
+    matmul.
+    """
+    num_rows, num_positions, _, head_size = q_BLHK.shape
+    q_BLGRK = q_BLHK.reshape(num_rows, num_positions, num_groups, -1, head_size)
+    q_BGNK = q_BLGRK.transpose(0, 2, 3, 1, 4).reshape(num_rows, num_groups, -1, head_size)
+    return q_BGNK.astype(jnp.float32) * head_size**-0.5
+
+
+def ungrouped(y_BGNK: jax.Array, q_BLHK: jax.Array) -> jax.Array:
+    """The attention output in the shape and dtype of the queries."""
+    num_rows, num_positions, _, head_size = q_BLHK.shape
+    y_BGRLK = y_BGNK.reshape(num_rows, y_BGNK.shape[1], -1, num_positions, head_size)
+    return y_BGRLK.transpose(0, 3, 1, 2, 4).reshape(q_BLHK.shape).astype(q_BLHK.dtype)

@@ -19,13 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from dlm_jax.model.kernels import cpu
-from dlm_jax.model.kernels.split import by_device, padded
+from dlm_jax.model.kernels.split import HIDDEN, by_device, grouped, padded, ungrouped
 
 TILE = 64
 """Number of queries and of keys in a tile."""
 _LEAST_TILE = 16
-_HIDDEN = -1e30
 _LOG2_E = math.log2(math.e)
 
 MaySee = Callable[[Any, Any], Any]
@@ -224,7 +222,7 @@ def _scores(
     """Scaled scores ``[N, M]`` of a tile in units of log 2, float32."""
     scores_NM = _dot(q_NK, k_MK.T) * (_LOG2_E * q_NK.shape[1] ** -0.5)
     is_seen_NM = may_see(query_N[:, None], key_M[None]) & (is_live_M > 0)[None]
-    return jnp.where(is_seen_NM, scores_NM, _HIDDEN)
+    return jnp.where(is_seen_NM, scores_NM, HIDDEN)
 
 
 def _added(carry, scores_NM, v_MK):
@@ -247,7 +245,7 @@ def _forward_kernel(
         scores_NM = _scores(q_NK, k_ref[at, :], live_ref[at], query_N, _positions(tile), may_see)
         return _added(carry, scores_NM, v_ref[at, :])
 
-    nothing = jnp.zeros(q_NK.shape, jnp.float32), jnp.full(TILE, _HIDDEN), jnp.zeros(TILE)
+    nothing = jnp.zeros(q_NK.shape, jnp.float32), jnp.full(TILE, HIDDEN), jnp.zeros(TILE)
     y_NK, top_N, total_N = jax.lax.fori_loop(0, count_ref[0], of_tile, nothing)
     y_ref[...] = (y_NK / total_N[:, None]).astype(y_ref.dtype)
     lse_ref[...] = top_N + jnp.log2(total_N)
@@ -350,14 +348,14 @@ def triton_window(
       group_B: first group of heads in the cache, the same for all rows.
       interpret: as in `triton_attention`.
     """
-    q_BGNK = cpu.grouped(q_BWHK, own_BGWK[0].shape[1]).astype(own_BGWK[0].dtype)
+    q_BGNK = grouped(q_BWHK, own_BGWK[0].shape[1]).astype(own_BGWK[0].dtype)
     num_rows, num_groups, num_queries, size = q_BGNK.shape
     queries = min(TILE, max(_LEAST_TILE, 1 << (num_queries - 1).bit_length()))
     news = min(TILE, max(_LEAST_TILE, 1 << (own_BGWK[0].shape[2] - 1).bit_length()))
     q = padded(q_BGNK, 2, queries)
     k, v = (padded(x, 2, news) for x in own_BGWK)
     of_kept, of_own = (padded(x, 2, queries) if x.shape[2] > 1 else x for x in seen)
-    of_own = padded(of_own, 3, news, _HIDDEN)
+    of_own = padded(of_own, 3, news, HIDDEN)
 
     def bias(x: jax.Array) -> pl.BlockSpec:
         is_one = x.shape[2] == 1
@@ -388,7 +386,7 @@ def triton_window(
         interpret=interpret,
         name="window_attention",
     )(row_B, layer_B, group_B, q, *kept_RDGLK, k, v, of_kept, of_own)
-    return cpu.ungrouped(y[:, :, :num_queries], q_BWHK)
+    return ungrouped(y[:, :, :num_queries], q_BWHK)
 
 
 def _window_kernel(
@@ -417,7 +415,7 @@ def _window_kernel(
         begin = jnp.minimum(n * TILE, num_kept - TILE)
         at = pl.ds(begin, TILE)
         is_new_M = begin + jnp.arange(TILE, dtype=jnp.int32) >= n * TILE
-        bias_NM = jnp.where(is_new_M[None], _bias(of_kept_ref, at), _HIDDEN)
+        bias_NM = jnp.where(is_new_M[None], _bias(of_kept_ref, at), HIDDEN)
         where = row, layer, group, at
         return add(carry, kept_k_ref[where], kept_v_ref[where], bias_NM)
 
@@ -426,7 +424,7 @@ def _window_kernel(
         return add(carry, k_ref[at, :], v_ref[at, :], _bias(of_own_ref, at))
 
     queries = q_NK.shape[0]
-    carry = jnp.zeros(q_NK.shape, jnp.float32), jnp.full(queries, _HIDDEN), jnp.zeros(queries)
+    carry = jnp.zeros(q_NK.shape, jnp.float32), jnp.full(queries, HIDDEN), jnp.zeros(queries)
     carry = jax.lax.fori_loop(0, pl.cdiv(num_kept, TILE), of_kept, carry)
     y_NK, _, total_N = jax.lax.fori_loop(0, k_ref.shape[0] // news, of_own, carry)
     y_ref[...] = (y_NK / total_N[:, None]).astype(y_ref.dtype)

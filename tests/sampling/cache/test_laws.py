@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
-from dlm_jax.model import cached
+from dlm_jax.model import ops
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import CurrentBlock
 from dlm_jax.sampling.forward import with_cache
@@ -290,7 +290,7 @@ def test_layers_that_are_kept_together_give_the_rows_of_layers_apart(case, monke
     """As on accelerators, where the layers run in one loop."""
     kind, settings = case.split("-")[0], CASES[case]
     ours, _ = _run(kind, _rows(), **settings)
-    monkeypatch.setattr(cached, "_UNROLLED", 0)
+    monkeypatch.setattr(ops, "_LONGEST_UNROLLED_CACHE", 0)
     state = _state(kind, _rows(), **settings)
     assert [
         leaf.shape[:2] + leaf.shape[3:4] for leaf in jax.tree.leaves(state.cache.kv_cache)
@@ -303,7 +303,7 @@ def test_layers_that_are_kept_together_give_the_rows_of_layers_apart(case, monke
 @pytest.mark.parametrize("case", ["block_causal-exact", "bidirectional-dual"])
 def test_no_device_gathers_what_another_keeps(case, monkeypatch):
     """Layers run in one loop, as on accelerators, where the order of what is kept is held."""
-    monkeypatch.setattr(cached, "_UNROLLED", 0)
+    monkeypatch.setattr(ops, "_LONGEST_UNROLLED_CACHE", 0)
     kind, settings = case.split("-")[0], CASES[case]
     network, params = _network(kind)
     mesh = make_mesh(MeshConfig(data=2, fsdp=4))
@@ -320,7 +320,7 @@ def test_no_device_gathers_what_another_keeps(case, monkeypatch):
 @pytest.mark.parametrize("case", ["block_causal-exact", "bidirectional-prefix"])
 def test_no_device_gathers_all_layers_of_a_matrix_that_is_split(case, monkeypatch):
     """Layers are gathered one by one, as without a cache."""
-    monkeypatch.setattr(cached, "_UNROLLED", 0)
+    monkeypatch.setattr(ops, "_LONGEST_UNROLLED_CACHE", 0)
     kind, settings = case.split("-")[0], CASES[case]
     network, params = _network(kind)
     mesh = make_mesh(MeshConfig(data=2, fsdp=4))

@@ -108,7 +108,7 @@ print("passed")
 _WINDOWS = """
 from jax.sharding import SingleDeviceSharding
 from dlm_jax.devices import used
-from dlm_jax.model.attention import CachedLayer, attend_beside_kept
+from dlm_jax.model.ops import CachedLayer, window_attention
 
 place = SingleDeviceSharding(devices[0])
 # Positions of the window and its heads, groups and size; cached and visible positions; whether the
@@ -125,7 +125,7 @@ for window, heads, groups, size, positions, seen, fits in [
     def run(q, leaf, own, of_kept, of_own, layer):
         with used(place):
             kept = CachedLayer((leaf, leaf), layer, None, seen)
-            return attend_beside_kept(q, kept, (own, own), (of_kept, of_own))
+            return window_attention(q, kept, (own, own), (of_kept, of_own))
     queries = window * heads // groups
     compiled = jax.jit(run).lower(
         given(window, heads, size), given(3, groups, positions, size), given(groups, window, size),

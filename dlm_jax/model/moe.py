@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the MLP: a router and grouped matrix products.
+"""A Transformer with a mixture of experts: a router and grouped matrix products.
 
 There is no capacity limit, so rows are independent. The mesh axis ``expert`` shards the experts,
 and ``tensor`` shards the inner dimension of each expert. Each device applies its own experts to the
@@ -9,36 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import mesh_in_use
-from dlm_jax.distributed.partitions import PLACES, fitting, pin
-from dlm_jax.model.layers import GATES, Linear, parameter, unit_norm
+from dlm_jax.distributed.partitions import PLACES, fitting
+from dlm_jax.model.block import Block, Mlp
+from dlm_jax.model.cached import RowTrunk
+from dlm_jax.model.layers import GATES, Linear, Norm, parameter, unit_norm
+from dlm_jax.types import Params
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
 """The kernels of some experts: gate and up ``[E, D, F]``, down ``[E, F, D]``."""
-
-
-class GatedMlp(nnx.Module):
-    """A gated MLP, ``down(act(gate(x)) * up(x))`` (Shazeer 2020)."""
-
-    def __init__(self, width: int, inner: int, *, activation: str, rngs: nnx.Rngs):
-        self.activation = activation
-        linear = functools.partial(Linear, bias=False, rngs=rngs)
-        self.gate = linear(width, inner, scale=1.0, axes=("embed", "mlp"))
-        self.up = linear(width, inner, scale=1.0, axes=("embed", "mlp"))
-        self.down = linear(inner, width, scale=0.0, axes=("mlp", "embed"))
-
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        gate = checkpoint_name(self.gate(x_BLD), "gate")
-        up = checkpoint_name(self.up(x_BLD), "up")
-        return self.down(pin(GATES[self.activation](gate) * up, "inner"))
 
 
 class Experts(nnx.Module):
@@ -62,12 +49,8 @@ class Experts(nnx.Module):
         self.expert_gate = drawn(width, inner, 1.0, "embed", "mlp")
         self.expert_up = drawn(width, inner, 1.0, "embed", "mlp")
         self.expert_down = drawn(inner, width, 0.0, "mlp", "embed")
-        kind = config.activation
-        self.shared = (
-            GatedMlp(width, config.shared_width, activation=kind, rngs=rngs)
-            if config.shared_width
-            else None
-        )
+        shared = config.shared_width
+        self.shared = Mlp(config, rngs=rngs, inner=shared) if shared else None
         has_scales = config.router_scales
         self.router_scale = parameter(jnp.ones(width, jnp.float32), None) if has_scales else None
         self.output_scale = parameter(jnp.ones(num, jnp.float32), None) if has_scales else None
@@ -98,6 +81,55 @@ class Experts(nnx.Module):
         arrays = (x_BLD, ids_NK.reshape(*lead, -1), weights_NK.reshape(*lead, -1))
         y_BLD = over_devices((gate, up, down), arrays, activation=self.config.activation)
         return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD)
+
+
+class MoeBlock(Block):
+    """A block with experts in place of the MLP or, with ``config.experts_beside``, in addition.
+
+    A model without experts, and a dense block, have the MLP alone.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        is_full: bool = False,
+        is_dense: bool = False,
+    ):
+        is_beside = config.experts_beside
+        mlp: Any = Experts if config.experts and not is_beside and not is_dense else Mlp
+        super().__init__(config, rngs=rngs, is_full=is_full, mlp=mlp)
+        norm = functools.partial(Norm, config.width, kind=config.norm, epsilon=config.norm_epsilon)
+        self.experts = Experts(config, rngs=rngs) if is_beside else None
+        self.experts_norm = norm() if is_beside else None
+        self.dense_out_norm = norm() if is_beside else None
+        self.experts_out_norm = norm() if is_beside else None
+
+    def update(self, x_BLD: jax.Array) -> jax.Array:
+        y_BLD = super().update(x_BLD)
+        if self.experts is None:
+            return y_BLD
+        assert self.experts_norm and self.dense_out_norm and self.experts_out_norm
+        of_experts_BLD = self.experts(self.experts_norm(x_BLD), x_BLD)
+        return self.dense_out_norm(y_BLD) + self.experts_out_norm(of_experts_BLD)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeTransformer(RowTrunk):
+    """A Transformer with experts, after ``model.dense_layers`` layers without."""
+
+    def make(self, name: str, rngs: nnx.Rngs) -> nnx.Module:
+        if name == "dense_blocks":
+            return Block(self.config, rngs=rngs)
+        return MoeBlock(self.config, rngs=rngs) if name == "blocks" else super().make(name, rngs)
+
+    def __call__(self, params: Params, tokens_BL: jax.Array, length_B: jax.Array) -> jax.Array:
+        angles = self.angles(tokens_BL.shape[1])
+        x_BLD = self.embed(params, self.inputs(tokens_BL))
+        for blocks in self.layers(params):  # the dense blocks, then those with experts
+            x_BLD = blocks.scan(lambda block, x_BLD: block(x_BLD, length_B, angles), x_BLD)
+        return self.outputs(params, x_BLD)
 
 
 def over_devices(

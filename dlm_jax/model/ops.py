@@ -1,0 +1,478 @@
+"""The operations of the models, in the form that is fastest on the target devices.
+
+No other file of the models asks for the platform (`dlm_jax.devices`). The forms of an operation
+differ only by the order of their sums. Pallas takes a third of a second to import, so its kernels
+are imported where they are called.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from dlm_jax.devices import mesh_in_use, platform
+from dlm_jax.distributed.partitions import on_own_rows
+from dlm_jax.model.kernels import cpu
+from dlm_jax.model.kernels.split import grouped, heads_by_device, ungrouped, window_by_device
+from dlm_jax.types import live_positions
+
+MaySee = Callable[[Any, Any], Any]
+"""Maps ``(query positions, key positions)`` to True where a query may attend to a key.
+
+The callable must be static: a module-level function or a frozen dataclass with ``__call__``. It
+must accept broadcastable NumPy and JAX integer arrays, and every query must attend to at least one
+key. Row lengths are applied separately.
+"""
+
+SAVED = "attention"
+"""Name of the values that rematerialisation may save: attention outputs and kernel residuals."""
+
+# Below this length, XLA's fusions are as fast as the kernel, which has blocks of at least 128
+# positions.
+_LEAST_FOR_SPLASH = 256
+# Shorter rows have few scores.
+_LEAST_FOR_TRITON = 128
+# Triton requires powers of two.
+_TRITON_SIZES = (16, 32, 64, 128)
+# With fewer queries, the TPU compiler computes products on the vector units.
+_LEAST_FOR_PRODUCTS = 8
+_LANES = 128
+# Layers that are unrolled in a decoding step; each takes a quarter of a second to compile.
+_LONGEST_UNROLLED_CACHE = 48
+_FEW_ROWS = 8
+# Maximum number of scores that the plain formula stores at a time on one device.
+_MAX_SCORES = 2**28
+
+
+def causal(query: Any, key: Any) -> Any:
+    """A position attends to itself and all earlier positions."""
+    return key <= query
+
+
+def linear_by_rows(x_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
+    """``x @ table.T``, shape ``[N, V]``."""
+    if platform() == "cpu" and cpu.splits_table(x_ND, table_VD):
+        return cpu.linear_by_rows(x_ND, table_VD)
+    return x_ND @ table_VD.T
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
+    """``x / sqrt(mean(x^2) + epsilon) * scale`` over the last axis.
+
+    The norm is computed in float32 and returned in the dtype of `x`. `scale` has the size of the
+    last axis, or the rank of `x` with size 1 along all other axes.
+    """
+    scale = jnp.expand_dims(scale, tuple(range(x.ndim - scale.ndim)))
+    form = cpu.rms_norm if platform() == "cpu" else cpu.rms_norm_formula
+    y: jax.Array = form(x.astype(jnp.float32), scale, epsilon)
+    return y.astype(x.dtype)
+
+
+def unrolls_cache(num_layers: int) -> bool:
+    """Whether each layer has its own cache, and the layers of a decoding step are unrolled.
+
+    On CPUs, a scan would copy the parameters and the cache of each layer at every step: with 6
+    layers of width 256, a causal model would take 4.5 times as long per token. On accelerators, a
+    loop compiles one layer, and the kernels read the cache of all layers in place.
+    """
+    return platform() == "cpu" and num_layers <= _LONGEST_UNROLLED_CACHE
+
+
+def write_rows(
+    axis: int, row_N: jax.Array | None, place_N: jax.Array
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """A function that writes `new` into `old` at the given rows and positions along `axis`.
+
+    A few rows are written one by one, in place, and many by a scatter, which would copy whole
+    windows on TPUs.
+    """
+
+    def one(old: jax.Array, new: jax.Array, n: int | jax.Array) -> jax.Array:
+        assert row_N is not None
+        start = [jnp.zeros((), jnp.int32)] * old.ndim
+        start[0], start[axis] = row_N[n], place_N[n]
+        return jax.lax.dynamic_update_slice(old, jax.lax.dynamic_slice_in_dim(new, n, 1), start)
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        if row_N is None:
+            return jax.vmap(lambda o, n, p: jax.lax.dynamic_update_slice_in_dim(o, n, p, axis - 1))(
+                old, new, place_N
+            )
+        if new.shape[0] > _FEW_ROWS and platform() == "tpu":
+            return jax.lax.fori_loop(0, new.shape[0], lambda n, old: one(old, new, n), old)
+        if new.shape[0] > _FEW_ROWS:
+            place_NW = place_N[:, None] + jnp.arange(new.shape[axis])[None]
+            where = (row_N[:, None], *[slice(None)] * (axis - 1), place_NW)
+            return old.at[where].set(jnp.moveaxis(new, axis, 1))
+        for n in range(new.shape[0]):
+            old = one(old, new, n)
+        return old
+
+    return write
+
+
+def attention(
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    length_B: jax.Array,
+    *,
+    may_see: MaySee | None = None,
+) -> jax.Array:
+    """Attention output ``[B, L, H, K]``; each query attends to the live keys that `may_see` allows.
+
+    TPUs use the splash kernel. GPUs use cuDNN in half precision, or a Triton kernel if cuDNN has no
+    kernel for `may_see`. All other cases use a formula. Consecutive groups of heads share the ``G``
+    key/value heads. The keys of several streams of the same rows can be concatenated; `may_see`
+    then distinguishes the streams. Outputs at positions beyond the length are finite.
+    """
+    num_positions, size, target = q_BLHK.shape[1], q_BLHK.shape[-1], platform()
+    # A row of length 0 attends to its first key, so that the result is finite.
+    is_live_BL = live_positions(jnp.maximum(length_B, 1), num_positions)
+    is_live_BM = jnp.tile(is_live_BL, (1, k_BMGK.shape[1] // num_positions))
+    given = (q_BLHK, k_BMGK, v_BMGK, is_live_BM)
+    if target == "tpu" and num_positions >= _LEAST_FOR_SPLASH:
+        from dlm_jax.model.kernels.splash import splash_attention
+
+        # The kernel already names its output; naming it again would store it twice.
+        return splash_attention(*given, may_see=may_see, saved=SAVED)
+    is_half_on_gpu = target == "gpu" and q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
+    if is_half_on_gpu and size % 8 == 0 and may_see in (None, causal):
+        y_BLHK = cudnn_attention(q_BLHK, k_BMGK, v_BMGK, length_B, is_causal=may_see is not None)
+        return checkpoint_name(y_BLHK, SAVED)
+    mesh = mesh_in_use()
+    is_split = mesh is not None and mesh.shape.get("context", 1) > 1
+    is_long = num_positions >= _LEAST_FOR_TRITON and not is_split
+    if is_half_on_gpu and may_see is not None and is_long and size in _TRITON_SIZES:
+        from dlm_jax.model.kernels.triton import triton_attention
+
+        return triton_attention(*given, may_see=may_see, saved=SAVED)
+    return formula_attention(*given, may_see=may_see)
+
+
+def uses_splash(num_positions: int) -> bool:
+    """Whether the splash kernel computes the attention of pieces of so many positions."""
+    return platform() == "tpu" and num_positions % _LANES == 0
+
+
+def cudnn_attention(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    length_B: jax.Array,
+    *,
+    is_causal: bool,
+) -> jax.Array:
+    """Attention with cuDNN's fused kernel, for half precision and head sizes divisible by 8."""
+    visible_B = jnp.maximum(length_B, 1)
+    return jax.nn.dot_product_attention(
+        q_BLHK,
+        k_BLGK,
+        v_BLGK,
+        query_seq_lengths=jnp.full_like(visible_B, q_BLHK.shape[1]),
+        key_value_seq_lengths=visible_B,
+        is_causal=is_causal,
+        implementation="cudnn",
+    )
+
+
+def plain_attention(
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    is_live_BM: jax.Array,
+    *,
+    may_see: MaySee | None = None,
+) -> jax.Array:
+    """Attention by the plain formula, in slices of queries if there are too many scores.
+
+    The backward pass recomputes the scores of each slice.
+    """
+    num_rows, num_positions, num_heads, _ = q_BLHK.shape
+    key_M = jnp.arange(k_BMGK.shape[1])
+
+    def of_queries(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q_BNHK, query_N = piece
+        mask = is_live_BM[:, None, None, :]
+        if may_see is not None:
+            is_seen = may_see(query_N[:, None], key_M[None])
+            mask = mask & (is_seen[None, None] if is_seen.ndim == 2 else is_seen[:, None])
+        return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=mask)
+
+    mesh, query_L = mesh_in_use(), jnp.arange(num_positions)
+    scores = num_rows * num_heads * num_positions * key_M.size // (mesh.size if mesh else 1)
+    slices = math.gcd(num_positions, 2 ** max(0, (scores // _MAX_SCORES).bit_length()))
+    if slices == 1:
+        return of_queries((q_BLHK, query_L))
+    q_SBNHK = jnp.moveaxis(q_BLHK.reshape(num_rows, slices, -1, *q_BLHK.shape[2:]), 1, 0)
+    y_SBNHK = jax.lax.map(jax.checkpoint(of_queries), (q_SBNHK, query_L.reshape(slices, -1)))
+    return jnp.moveaxis(y_SBNHK, 0, 1).reshape(q_BLHK.shape)
+
+
+def formula_attention(
+    q_BNHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    is_live_BM: jax.Array,
+    *,
+    may_see: MaySee | None,
+) -> jax.Array:
+    """`attention` without a kernel; `may_see` may also return an array with an axis of rows."""
+    if platform() != "cpu":
+        y_BNHK = plain_attention(q_BNHK, k_BMGK, v_BMGK, is_live_BM, may_see=may_see)
+        return checkpoint_name(y_BNHK, SAVED)
+    is_seen_BNM = is_live_BM[:, None]
+    if may_see is not None:
+        query_N, key_M = jnp.arange(q_BNHK.shape[1]), jnp.arange(k_BMGK.shape[1])
+        is_seen = may_see(query_N[:, None], key_M[None])
+        is_seen_BNM = is_seen_BNM & (is_seen[None] if is_seen.ndim == 2 else is_seen)
+    return checkpoint_name(cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen_BNM), SAVED)
+
+
+def split_heads(x_BLD: jax.Array, head_size: int) -> jax.Array:
+    """Projections ``[B, L, H, K]``.
+
+    For a short window, the TPU compiler would produce the heads in the projection, whose kernel it
+    would copy at each step.
+    """
+    if platform() == "tpu" and x_BLD.shape[1] < _LEAST_FOR_SPLASH:
+        x_BLD = jax.lax.optimization_barrier(x_BLD)
+    return x_BLD.reshape(*x_BLD.shape[:2], -1, head_size)
+
+
+def rotate_heads(
+    x_BLHK: jax.Array,
+    cos_LK: jax.Array,
+    sin_LK: jax.Array,
+    scale_K: jax.Array | None = None,
+    epsilon: float = 0.0,
+) -> jax.Array:
+    """Queries or keys, normalised (RMSNorm) if `scale_K` is given, then rotated by position.
+
+    Dimensions without an angle are not rotated. In bfloat16, TPUs use a kernel.
+    """
+    num_positions, _, size = x_BLHK.shape[1:]
+    is_whole = 2 * cos_LK.shape[-1] == size and size % _LANES == 0
+    is_long = num_positions >= _LEAST_FOR_PRODUCTS
+    if platform() == "tpu" and x_BLHK.dtype == jnp.bfloat16 and is_whole and is_long:
+        cos_BLK, sin_BLK = (x if x.ndim == 3 else x[None] for x in (cos_LK, sin_LK))
+        return _rotate_on_tpu(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon)
+    return _rotate_by_formula(x_BLHK, cos_LK, sin_LK, scale_K, epsilon)
+
+
+def _rotate_by_formula(
+    x_BLHK: jax.Array,
+    cos_LK: jax.Array,
+    sin_LK: jax.Array,
+    scale_K: jax.Array | None,
+    epsilon: float,
+) -> jax.Array:
+    """`rotate_heads` by its formula."""
+    if scale_K is not None:
+        x_BLHK = rms_norm(x_BLHK, scale_K, epsilon=epsilon)
+    size = 2 * cos_LK.shape[-1]
+    if size == x_BLHK.shape[-1]:
+        return _rotate(x_BLHK, cos_LK, sin_LK)
+    head, rest = x_BLHK[..., :size], x_BLHK[..., size:]
+    return jnp.concatenate([_rotate(head, cos_LK, sin_LK), rest], axis=-1)
+
+
+def _rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Array:
+    """Rotated heads, computed in float32 and returned in the input's dtype.
+
+    Dimensions ``i`` and ``i + K/2`` form a pair (half rotation). The angles are ``[L, K/2]``, or
+    ``[B, L, K/2]`` if positions differ between rows.
+    """
+    cos, sin = ((x if x.ndim == 3 else x[None])[:, :, None, :] for x in (cos_LK, sin_LK))
+    x = x_BLHK.astype(jnp.float32)
+    first, second = jnp.split(x, 2, axis=-1)
+    halves = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(halves, axis=-1).astype(x_BLHK.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _rotate_on_tpu(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon):
+    """`rotate_heads` by a kernel, on each device for its own rows, positions and heads.
+
+    Angles have no gradient.
+    """
+    from dlm_jax.model.kernels.mosaic import mosaic_turned
+
+    compute = functools.partial(mosaic_turned, epsilon=epsilon)
+    return heads_by_device(compute, x_BLHK, scale_K, cos_BLK, sin_BLK)
+
+
+def _rotate_forward(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon):
+    given = x_BLHK, scale_K, cos_BLK, sin_BLK
+    return _rotate_on_tpu(*given, epsilon), given
+
+
+def _rotate_backward(epsilon, given, g_BLHK):
+    from dlm_jax.model.kernels.mosaic import mosaic_turned_gradients
+
+    scale_K, cos_BLK, sin_BLK = given[1:]
+    compute = functools.partial(mosaic_turned_gradients, epsilon=epsilon)
+    g_x_BLD, terms_BTHK = heads_by_device(compute, *given, g_BLHK)
+    g_scale = None if scale_K is None else jnp.sum(terms_BTHK, axis=(0, 1, 2))
+    return g_x_BLD.reshape(g_BLHK.shape), g_scale, jnp.zeros_like(cos_BLK), jnp.zeros_like(sin_BLK)
+
+
+_rotate_on_tpu.defvjp(_rotate_forward, _rotate_backward)
+
+
+KeyValue = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """One layer of a cache of keys and values.
+
+    Attributes:
+      leaves: keys and values of all layers and rows, each ``[R, depth, G, L, K]``.
+      layer: index of the layer.
+      row_N: row of the cache of each row of the window; None means the same rows.
+      num_seen: number of positions, from the first, that the window may attend to.
+    """
+
+    leaves: KeyValue
+    layer: jax.Array
+    row_N: jax.Array | None
+    num_seen: int
+
+    def read(self) -> KeyValue:
+        """The keys and values, each ``[B, G, num_seen, K]``."""
+
+        def of_layer(leaf: jax.Array) -> jax.Array:
+            leaf = jax.lax.dynamic_index_in_dim(as_it_lies(leaf), self.layer, 1, keepdims=False)
+            return as_it_lies(leaf)
+
+        kept = of_layer(self.leaves[0]), of_layer(self.leaves[1])
+        if self.row_N is not None:
+            kept = on_own_rows(rows_of, kept, self.row_N)
+        return kept[0][:, :, : self.num_seen], kept[1][:, :, : self.num_seen]
+
+
+def rows_of(kept: KeyValue, row_N: jax.Array) -> KeyValue:
+    """The local rows with the global indices `row_N`."""
+    row_N = row_N % kept[0].shape[0]
+    return kept[0][row_N], kept[1][row_N]
+
+
+def as_it_lies(x: jax.Array) -> jax.Array:
+    """Constrains `x` to a row-major memory layout.
+
+    Without `on_own_rows`, the compiler would not partition the constraint, and each device would
+    gather all rows.
+    """
+
+    def held(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+    return on_own_rows(held, x)
+
+
+def window_attention(
+    q_BWHK: jax.Array,
+    kept: KeyValue | CachedLayer,
+    own_BGWK: KeyValue,
+    seen: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
+
+    One softmax is computed over both parts without a concatenation. Products accumulate in float32.
+    For a `CachedLayer` in half precision, GPUs and TPUs use a kernel that reads it in place. Other
+    cached keys and values are ``[B, G, L, K]`` each. `seen` are the biases of `seen_keys`.
+    """
+    if isinstance(kept, CachedLayer):
+        y_BWHK = _window_by_kernel(q_BWHK, kept, own_BGWK, seen)
+        if y_BWHK is not None:
+            return y_BWHK
+        kept = kept.read()
+    q_BGNK = grouped(q_BWHK, own_BGWK[0].shape[1])
+    num_queries = q_BGNK.shape[2]
+    if platform() == "tpu" and num_queries < _LEAST_FOR_PRODUCTS:
+        q_BGNK = _with_queries(q_BGNK)
+        seen = _with_queries(seen[0]), _with_queries(seen[1])
+    pairs = tuple(zip((kept, own_BGWK), seen, strict=True))
+    scores = [_product(q_BGNK, key, 3) + bias for (key, _), bias in pairs]
+    top_BGN1 = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s in scores])
+    weights = [jnp.exp(s - top_BGN1) for s in scores]
+    total_BGN1 = sum(_total(w, own_BGWK[1].dtype) for w in weights)
+    parts = [_product(w, value, 2) for w, ((_, value), _) in zip(weights, pairs, strict=True)]
+    y_BGNK = (parts[0] + parts[1]) / total_BGN1
+    return ungrouped(y_BGNK[:, :, :num_queries], q_BWHK)
+
+
+def _window_by_kernel(
+    q_BWHK: jax.Array, cache: CachedLayer, own_BGWK: KeyValue, seen: tuple[jax.Array, jax.Array]
+) -> jax.Array | None:
+    """`window_attention` by a kernel, on each device for its own rows and heads; None without."""
+    leaf, target = cache.leaves[0], platform()
+    kernel: Callable[..., jax.Array] | None = None
+    if target == "tpu" and leaf.dtype == jnp.bfloat16 and cache.num_seen >= _LANES:
+        from dlm_jax.model.kernels.mosaic import mosaic_window, window_fits
+
+        kernel = mosaic_window if window_fits(q_BWHK, leaf, own_BGWK[0], seen) else None
+    elif target == "gpu" and leaf.dtype in (jnp.bfloat16, jnp.float16):
+        from dlm_jax.model.kernels.triton import TILE, triton_window
+
+        fits = cache.num_seen >= TILE and leaf.shape[-1] in _TRITON_SIZES
+        kernel = triton_window if fits else None
+    if kernel is None:
+        return None
+    num_rows = q_BWHK.shape[0]
+    row_B = jnp.arange(num_rows, dtype=jnp.int32) if cache.row_N is None else cache.row_N
+
+    def of_rows(
+        q: jax.Array, leaves: KeyValue, own: KeyValue, seen: Any, row: jax.Array, *rest: jax.Array
+    ) -> jax.Array:
+        return kernel(q, leaves, own, seen, (row % leaves[0].shape[0]).astype(jnp.int32), *rest)
+
+    layer_B = jnp.full(num_rows, cache.layer, jnp.int32)
+    return window_by_device(of_rows, q_BWHK, cache.leaves, own_BGWK, seen, row_B, layer_B)
+
+
+def _with_queries(x_BGNM: jax.Array) -> jax.Array:
+    """`x_BGNM` padded to `_LEAST_FOR_PRODUCTS` queries; unchanged if all queries share one."""
+    if x_BGNM.shape[1:3] == (1, 1):
+        return x_BGNM
+    return jnp.pad(x_BGNM, ((0, 0), (0, 0), (0, _LEAST_FOR_PRODUCTS - x_BGNM.shape[2]), (0, 0)))
+
+
+def _total(weights_BGNM: jax.Array, dtype: Any) -> jax.Array:
+    """The sum of each query's weights, float32 ``[B, G, N, 1]``.
+
+    On a TPU, a product with a matrix of ones takes a sixth of the time of a sum over lanes. The
+    barrier hides the ones, because the compiler would turn the product into that sum.
+    """
+    if platform() != "tpu":
+        return jnp.sum(weights_BGNM, axis=-1, keepdims=True)
+    ones_MK = jnp.ones((weights_BGNM.shape[-1], _LANES), dtype)
+    total_BGNK = jax.lax.dot_general(
+        weights_BGNM.astype(dtype),
+        jax.lax.optimization_barrier(ones_MK),
+        (((3,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    return total_BGNK[..., :1]
+
+
+def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Float32 product over the last axis of `a_BGNM` and `axis` of `b`.
+
+    `a_BGNM` is first cast to the dtype of `b`.
+    """
+    return jax.lax.dot_general(
+        a_BGNM.astype(b.dtype),
+        b,
+        (((3,), (axis,)), ((0, 1), (0, 1))),
+        preferred_element_type=jnp.float32,
+    )
