@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 
+from dlm_jax.config import ObjectiveConfig
 from dlm_jax.diffusion.canvas_denoising import canvas_denoising
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
 from dlm_jax.diffusion.objectives import (
     Mixture,
     NetworkObjective,
     Objective,
-    ObjectiveConfig,
     denoising,
     elbo,
     process_elbo,
     proofreading,
 )
-from dlm_jax.diffusion.processes import checked
+from dlm_jax.diffusion.processes import checked, noise_process
 
 
 def _of_process(
@@ -29,7 +29,7 @@ def _of_process(
     has_canvases: bool,
 ) -> NetworkObjective:
     """The only objective of a model with canvases, or of a process with other noise than MASK."""
-    process = checked(config.noise_process, config.process)
+    process = checked(noise_process(config), config.process)
     common = {"schedule": schedule, "mask_id": mask_id, "noise_ids": noise_ids}
     if not has_canvases:
         return process_elbo(process, block_length=block_length, **common)
@@ -57,7 +57,7 @@ def mixture_of(
     masked one `noise_ids`. `block_length` is that of a block-causal model, or the length of a
     canvas, else 0.
     """
-    process, schedule = config.noise_process, SCHEDULES[config.schedule](config.schedule_power)
+    process, schedule = noise_process(config), SCHEDULES[config.schedule](config.schedule_power)
     if has_canvases or not process.is_masked:
         objective = _of_process(
             config,

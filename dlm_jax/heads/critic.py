@@ -11,26 +11,27 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from dlm_jax.config import ModelConfig
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import MixedExample
+from dlm_jax.diffusion.processes import noise_process
 from dlm_jax.distributed.partitions import ROWS
 from dlm_jax.heads.head import BuiltInHead, Head, HeadInputs
 from dlm_jax.heads.sampler import SAMPLER
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.propose import parallel_fill, wavefront_fill
 from dlm_jax.sampling.rules import AUTO
-from dlm_jax.settings import setting
 from dlm_jax.types import Network, Params, live_positions
 
 CRITIC = "critic_head"
 
 
-def critic_layers(config: Any, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
+def critic_layers(config: ModelConfig, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
     """The logit of the probability that a token is wrong, a linear map of its hidden vector."""
     return {"out": linear(config.width, 1, scale=0.0)}
 
 
-def critic_function(config: Any, layers_of: Callable[[Params], Any], readout: Any) -> Any:
+def critic_function(config: ModelConfig, layers_of: Callable[[Params], Any], readout: Any) -> Any:
     """``(params, hidden_ND) -> logit_N``, float32: the logit that the token at a position is wrong,
     from hidden vectors of the filled canvas.
     """
@@ -50,7 +51,7 @@ def critic_head(setup: Any) -> Head:
     the fill is always parallel, and the loss includes the noised tokens.
     """
     settings, mask_id = setup.config.heads, setup.mask_id
-    is_masked = setup.config.objective.noise_process.is_masked
+    is_masked = noise_process(setup.config.objective).is_masked
 
     def positions(example: MixedExample) -> tuple[jax.Array, jax.Array]:
         return critic_positions(
@@ -110,27 +111,6 @@ CRITIC_HEAD = BuiltInHead(
     layers=critic_layers,
     function=critic_function,
     switch="add_critic_head",
-    model={
-        "add_critic_head": setting(
-            False,
-            "add a head that predicts which tokens of a text are wrong",
-        ),
-    },
-    training={
-        "start_critic_iteration": setting(
-            0, "number of steps before the critic starts to train", low=0
-        ),
-        "end_critic_iteration": setting(
-            0,
-            "step at which the critic's loss reaches its full weight; if this is not after the "
-            "start, the weight is full from the start",
-            low=0,
-        ),
-        "critic_alpha": setting(0.5, "full weight of the critic's loss, >= 0", low=0),
-        "critic_masked_only": setting(
-            False, "train the critic only on filled holes, not on the text around them"
-        ),
-    },
     start="start_critic_iteration",
     sampling=("fill", "sampler_min_neighbors_ratio", "sampler_even_odd"),
 )

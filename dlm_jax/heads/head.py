@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.config import ModelConfig
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import MixedExample
 from dlm_jax.types import Network, Params
@@ -134,9 +135,7 @@ class Head:
 
 @dataclass(frozen=True)
 class BuiltInHead:
-    """A head that a config can add to a model, with its settings, its layers and its training.
-
-    `config` arguments are sections of a config, which this declaration is a part of.
+    """A head that a config can add to a model, with its layers and its training.
 
     Attributes:
       name: top-level name of the head's parameters; must end in ``_head``.
@@ -147,13 +146,9 @@ class BuiltInHead:
       function: ``(config, layers_of, readout) -> Any``: the entry of the head in `Network.heads`.
         ``layers_of(params)`` has the layers as attributes.
       switch: the key of ``[model]`` that adds the head.
-      model: settings of ``[model]`` by key, as `setting` fields. Their traits are ``OWN`` and
-        ``IDLE``, because published models have no such heads.
-      training: settings of ``[heads]`` by key, as `setting` fields.
       start: the key of ``[heads]`` with the first step at which the head is trained; empty if it
         trains from the first step.
       sampling: keys of ``[sample]`` that the head's training reads.
-      attention: values of ``model.attention_type`` that the head supports.
     """
 
     name: str
@@ -161,18 +156,15 @@ class BuiltInHead:
     layers: Callable[..., dict[str, Any]]
     function: Callable[..., Any]
     switch: str
-    model: Mapping[str, Any] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
     start: str = ""
     sampling: tuple[str, ...] = ()
-    attention: tuple[str, ...] = ("bidirectional",)
 
     @property
     def key(self) -> str:
         """The head's name in `Network.heads` and in messages."""
         return self.name.removesuffix("_head")
 
-    def is_added(self, config: Any) -> bool:
+    def is_added(self, config: ModelConfig) -> bool:
         """Whether the section ``[model]`` adds the head."""
         return getattr(config, self.switch)
 

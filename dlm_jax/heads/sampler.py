@@ -9,20 +9,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.config import HeadsConfig, ModelConfig
 from dlm_jax.diffusion.losses import Loss, divergence, hidden_of, nll, read_out
 from dlm_jax.diffusion.objectives import MixedExample
+from dlm_jax.diffusion.processes import noise_process
 from dlm_jax.heads.head import BuiltInHead, Head, HeadInputs
 from dlm_jax.sampling.propose import SamplerReadout
-from dlm_jax.settings import SettingError, setting
+from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
 SAMPLER = "sampler_head"
-REVEAL = 0.7
+REVEAL = HeadsConfig.sampler_reveal
 """Default of ``heads.sampler_reveal``, measured in benchmarks/results/sampler_head.md."""
 
 
 def sampler_layers(
-    config: Any, linear: Callable[..., Any], norm: Callable[[int], Any]
+    config: ModelConfig, linear: Callable[..., Any], norm: Callable[[int], Any]
 ) -> dict[str, Any]:
     """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
 
@@ -40,7 +42,7 @@ def sampler_layers(
 
 
 def sampler_function(
-    config: Any, layers_of: Callable[[Params], Any], readout: Callable[..., jax.Array]
+    config: ModelConfig, layers_of: Callable[[Params], Any], readout: Callable[..., jax.Array]
 ) -> SamplerReadout:
     """The logits of the head; the nearest neighbour comes first, and missing ones are zero."""
 
@@ -95,7 +97,7 @@ def sampler_head(setup: Any) -> Head:
     `SettingError`.
     """
     settings, mask_id = setup.config.heads, setup.mask_id
-    is_masked = setup.config.objective.noise_process.is_masked
+    is_masked = noise_process(setup.config.objective).is_masked
     share = settings.sampler_trunk_share
     if settings.sampler_reveal == 0:
         if not is_masked:
@@ -181,47 +183,7 @@ SAMPLER_HEAD = BuiltInHead(
     layers=sampler_layers,
     function=sampler_function,
     switch="add_sampler_head",
-    model={
-        "add_sampler_head": setting(
-            False,
-            "add a head that uses the neighbours of a hole, for coherent parallel filling",
-        ),
-        "sampler_context": setting(
-            1,
-            "number of neighbours on each side that the sampler head uses",
-            low=1,
-            high=2**6,
-        ),
-        "sampler_width": setting(
-            0, "inner size of the sampler head's MLP; 0: width", low=0, high=2**20
-        ),
-        "sampler_residual": setting(
-            False,
-            "add the sampler head's output, initially zero, to the hidden vector",
-        ),
-    },
-    training={
-        "start_sampler_iteration": setting(
-            0, "number of steps before the sampler head starts to train", low=0
-        ),
-        "sampler_reveal": setting(
-            REVEAL,
-            "probability that the sampler head receives the true token of an adjacent hole, in "
-            "[0, 1]; with 0 the head has no use in sampling",
-            low=0,
-            high=1,
-            remedy=f"use {REVEAL}",
-        ),
-        "sampler_trunk_share": setting(
-            0.0,
-            "weight in the sampler head's loss of the divergence from the trunk's prediction given "
-            "the revealed tokens",
-            low=0,
-            high=1,
-        ),
-    },
     start="start_sampler_iteration",
-    attention=("bidirectional", "block_causal"),
 )
 """The sampler head, which predicts the token in a hole from its hidden vector and neighbours."""
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_jax.config import ModelConfig, Trait, keys, rope
+from dlm_jax.config import KINDS_OF_SCALING, ModelConfig, RopeScaling, read_scaling
 from dlm_jax.published.family import (
     CAUSAL,
     DENSE,
@@ -146,8 +146,8 @@ def _read_rope(fields: FileFields) -> dict[str, Any]:
     inner = FileFields(said, f"{fields.where}: {name}", f"{name}.")
     kind = inner.take("type", str, "default")
     kind = inner.take("rope_type", str, kind)
-    if kind not in ("default", *rope.KINDS):
-        known = ", ".join(("default", *rope.KINDS))
+    if kind not in ("default", *KINDS_OF_SCALING):
+        known = ", ".join(("default", *KINDS_OF_SCALING))
         raise fields.refuse(name, said, f"is not implemented; only the types {known} are")
     found: dict[str, Any] = {"rope_theta": inner.take("rope_theta", float, theta)}
     if (share := inner.take("partial_rotary_factor", float, -1.0)) >= 0:
@@ -159,13 +159,13 @@ def _read_rope(fields: FileFields) -> dict[str, Any]:
     return found
 
 
-def _read_scaling(fields: FileFields, kind: str, longest: float) -> rope.RopeScaling:
+def _read_scaling(fields: FileFields, kind: str, longest: float) -> RopeScaling:
     """The scaling of the given kind; `longest` is the maximum row length, as in transformers."""
     if kind == "linear":
-        return rope.RopeScaling(kind, fields.take("factor", float))
+        return RopeScaling(kind, fields.take("factor", float))
     original = fields.take("original_max_position_embeddings", float, longest)
     if kind == "llama3":
-        return rope.RopeScaling(
+        return RopeScaling(
             kind,
             fields.take("factor", float),
             original,
@@ -180,7 +180,7 @@ def _read_scaling(fields: FileFields, kind: str, longest: float) -> rope.RopeSca
         return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     scale = scale_of(scales[0]) / scale_of(scales[1]) if all(scales) else scale_of(1.0)
-    return rope.RopeScaling(
+    return RopeScaling(
         kind,
         factor,
         original,
@@ -192,7 +192,7 @@ def _read_scaling(fields: FileFields, kind: str, longest: float) -> rope.RopeSca
 
 def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
     """The ``rope_scaling`` of config.json; `_read_scaling` is the inverse."""
-    found = rope.read_scaling(model.rope_scaling)
+    found = read_scaling(model.rope_scaling)
     if found is None:
         return None
     low, high = {"yarn": ("beta_slow", "beta_fast")}.get(
@@ -205,8 +205,8 @@ def _write_scaling(model: ModelConfig) -> dict[str, Any] | None:
         "high": high,
         "scale": "attention_factor",
     }
-    said: dict[str, Any] = {names[own]: getattr(found, own) for own in rope.KINDS[found.kind]}
-    if found.original.is_integer() and "original" in rope.KINDS[found.kind]:
+    said: dict[str, Any] = {names[own]: getattr(found, own) for own in KINDS_OF_SCALING[found.kind]}
+    if found.original.is_integer() and "original" in KINDS_OF_SCALING[found.kind]:
         said[names["original"]] = int(found.original)
     return {"rope_type": found.kind} | said
 
@@ -712,11 +712,19 @@ def expressed(family: Family, model: ModelConfig) -> ModelConfig:
     return family.read(FileFields(family.write(model), "config"))
 
 
+UNPUBLISHED = frozenset(
+    {"lora_rank", "lora_alpha", "lora_targets", "compute_dtype", "remat"}
+    | {"add_sampler_head", "sampler_context", "sampler_width", "sampler_residual"}
+    | {"add_critic_head"}
+)
+"""Settings of ``[model]`` that published models do not define."""
+
+
 def comparable(model: ModelConfig) -> dict[str, Any]:
     """The settings that affect the computation of a model, in canonical form."""
     said = dict(vars(model))
     said["kv_heads"] = model.kv_heads or model.heads
     said["head_size"] = model.size_of_head
-    for key in keys(Trait.IDLE):
-        del said[key.removeprefix("model.")]
+    for key in (UNPUBLISHED - {"lora_rank"}) | {"start_id"}:
+        del said[key]
     return said

@@ -23,6 +23,7 @@ from dlm_jax.diffusion.objectives import (
     Objective,
     next_token,
 )
+from dlm_jax.diffusion.processes import noise_process
 from dlm_jax.heads import HEADS, Head, with_own_parameters
 from dlm_jax.model.transformer import build
 from dlm_jax.settings import SettingError
@@ -91,7 +92,7 @@ class Task:
             is_causal=setup.config.model.attention_type == "causal",
             mask_id=setup.mask_id,
             eos_id=setup.tokenizer.eos_id,
-            process=setup.config.objective.noise_process,
+            process=noise_process(setup.config.objective),
             noise_ids=setup.noise_ids,
         ).nats_B
 
@@ -244,7 +245,7 @@ def make_mixture(setup: Setup) -> Mixture:
 
 def _check_canvases(config: Config) -> None:
     objective, model = config.objective, config.model
-    if model.attention_type == "canvas" and objective.noise_process.is_masked:
+    if model.attention_type == "canvas" and noise_process(objective).is_masked:
         raise SettingError(
             "objective.process",
             objective.process,

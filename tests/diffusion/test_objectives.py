@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import toy
 
+from dlm_jax.config import ObjectiveConfig
 from dlm_jax.diffusion.corruption import LINEAR, SCHEDULES
 from dlm_jax.diffusion.objectives import (
     Batch,
     Example,
     Misprints,
     Mixture,
-    ObjectiveConfig,
     at_random_length,
     denoising,
     elbo,

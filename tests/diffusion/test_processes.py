@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from oracles.processes import Enumerated
 
+from dlm_jax.config import Config, HeadsConfig, ObjectiveConfig
 from dlm_jax.diffusion import losses
 from dlm_jax.diffusion.corruption import COSINE, LINEAR
 from dlm_jax.diffusion.likelihood import costs
@@ -16,7 +17,6 @@ from dlm_jax.diffusion.mixing import mixture_of
 from dlm_jax.diffusion.objectives import (
     Batch,
     Noised,
-    ObjectiveConfig,
     noised_at,
     process_costs,
     process_elbo,
@@ -30,9 +30,11 @@ from dlm_jax.diffusion.processes import (
     Uniform,
     checked,
     divergence,
+    noise_process,
     process_of,
 )
 from dlm_jax.settings import Setting, per_row, rule
+from dlm_jax.training.checks import check_process
 from dlm_jax.types import Network
 
 V, MASK, LENGTH = 5, 4, 2
@@ -251,9 +253,9 @@ def test_a_config_without_a_process_has_the_objective_of_before():
     """The masked objective draws and weighs as it did without processes."""
     mixture = mixture_of(ObjectiveConfig(), mask_id=MASK, random_ids=NOISE_IDS)
     assert mixture.reads_trunk and list(mixture.objectives) == ["elbo"]
-    assert isinstance(ObjectiveConfig().noise_process, Masked)
+    assert isinstance(noise_process(ObjectiveConfig()), Masked)
     noisy = ObjectiveConfig(process="mixed", process_settings=("uniform_share=0.2",))
-    assert noisy.noise_process == Mixed(uniform_share=0.2)
+    assert noise_process(noisy) == Mixed(uniform_share=0.2)
     made = mixture_of(noisy, mask_id=MASK, random_ids=NOISE_IDS, noise_ids=NOISE_IDS)
     assert not made.reads_trunk
 
@@ -300,23 +302,32 @@ def test_settings_of_a_process_have_the_values_that_their_names_stand_for():
     assert process_of(f"{__name__}:Chosen", ("kind=two",)).kind == 2.0
 
 
+def _checks(share: float = 0.0, **objective):
+    heads = HeadsConfig(sampler_trunk_share=share)
+    return lambda: check_process(Config(objective=ObjectiveConfig(**objective), heads=heads))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ObjectiveConfig(process="unifrm"), "objective.process='unifrm' is not one of"),
-        (lambda: ObjectiveConfig(process="no.such:Thing"), "cannot be imported"),
-        (lambda: ObjectiveConfig(process="math:pi"), "is not a process"),
+        (_checks(process="unifrm"), "objective.process='unifrm' is not one of"),
+        (_checks(process="no.such:Thing"), "cannot be imported"),
+        (_checks(process="math:pi"), "is not a process"),
         (
-            lambda: ObjectiveConfig(process="uniform", process_settings=("uniform_share=0.1",)),
+            _checks(process="uniform", process_settings=("uniform_share=0.1",)),
             "has 'uniform_share', which objective.process='uniform' does not have",
         ),
         (
-            lambda: ObjectiveConfig(process="mixed", process_settings=("uniform_share=1",)),
+            _checks(process="mixed", process_settings=("uniform_share=1",)),
             "uniform_share=1.0 is outside",
         ),
         (
-            lambda: ObjectiveConfig(process="uniform", denoising_share=0.5),
+            _checks(process="uniform", denoising_share=0.5),
             "objective.denoising_share=0.5 requires objective.process='masked'",
+        ),
+        (
+            _checks(0.5, process="uniform"),
+            "objective.process='uniform' is not supported with heads.sampler_trunk_share",
         ),
         (lambda: checked(Sticky(), "own:Sticky"), "does not decrease from 1"),
         (lambda: checked(Shrinking(), "own:Shrinking"), "decreases faster"),

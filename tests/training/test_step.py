@@ -14,10 +14,10 @@ import pytest
 import toy
 from stage_cases import staged
 
-from dlm_jax.config import MeshConfig, OptimConfig
+from dlm_jax.config import MeshConfig, ObjectiveConfig, OptimConfig
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import costs
-from dlm_jax.diffusion.objectives import Batch, Example, Mixture, ObjectiveConfig, denoising, elbo
+from dlm_jax.diffusion.objectives import Batch, Example, Mixture, denoising, elbo
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.training.optimisers import make_optimizer, matrices_of
 from dlm_jax.training.train_step import (

@@ -7,6 +7,7 @@ import functools
 import importlib
 from collections.abc import Mapping
 
+from dlm_jax.config import ObjectiveConfig
 from dlm_jax.diffusion.processes.forward_process import (
     HIGHEST_LEVEL,
     Masked,
@@ -60,6 +61,11 @@ def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
     return cls(**values)
 
 
+def noise_process(objective: ObjectiveConfig) -> Process:
+    """The forward process of a config; raises SettingError as `process_of`."""
+    return process_of(objective.process, objective.process_settings)
+
+
 def _parsed(kind: type, text: str) -> object:
     return {"true": True, "false": False}.get(text, text) if kind is bool else kind(text)
 
@@ -105,5 +111,6 @@ __all__ = [
     "Uniform",
     "checked",
     "divergence",
+    "noise_process",
     "process_of",
 ]
