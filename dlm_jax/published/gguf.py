@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from dlm_jax.config import RopeScaling
-from dlm_jax.model.attention import rotary_multipliers
 from dlm_jax.data.tokenizers import qwen_split
+from dlm_jax.model.attention import rotary_multipliers
 from dlm_jax.published.family import FileFields, Source, in_blocks
 from dlm_jax.published.tensors import TensorLocation
 from dlm_jax.settings import SettingError

@@ -120,7 +120,7 @@ def test_without_a_source_the_state_is_as_it_was():
         ({"depth": 1}, {}, "has model.depth=1, but the config has 2; use the [model]"),
         ({"vocab_size": TOKENIZER.vocab_size + 4}, {}, "has embedding of shape"),
         ({"tied_head": False}, {}, "has model.tied_head=False, but the config has True; use"),
-        ({"mlp_width": 8}, {}, "of shape (2, 8), but the config requires (2, 64)"),
+        ({"mlp_width": 8}, {}, "of shape (2, 8, 16), but the config requires (2, 64, 16)"),
         ({"qk_norm": False}, {}, "has model.qk_norm=False, but the config has True; use the"),
         (
             {"activation": "gelu"},
