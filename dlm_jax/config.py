@@ -24,7 +24,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -50,17 +50,23 @@ __all__ = [
 ]  # fmt: skip
 
 
+Natural = Annotated[int, {"low": 0}]
+Positive = Annotated[int, {"low": 1}]
+Devices = Annotated[int, {"low": 1, "high": 2**20}]
+NonNegative = Annotated[float, {"low": 0}]
+AboveZero = Annotated[float, {"low": ABOVE_ZERO}]
+Share = Annotated[float, {"low": 0, "high": 1}]
+ShareAboveZero = Annotated[float, {"low": ABOVE_ZERO, "high": 1}]
+ShareBelowOne = Annotated[float, {"low": 0, "high": BELOW_ONE}]
+Texts = tuple[str, ...]
+
+
 def setting(default: Any, help: str, **limits: Any) -> Any:
-    """A field of a section; `limits` are other attributes of its `Setting`. Values of a tuple are
-    strings by default.
-    """
+    """A field of a section. `limits` are attributes of its `Setting` besides those of its type."""
     if "choices" in limits:
         limits["choices"] = {name: name for name in limits["choices"]}
-    if isinstance(default, tuple):
-        limits = {"hint": tuple[str, ...], "parse": tuple} | limits
-    return dataclasses.field(
-        default=default, metadata={"setting": Setting("", default, help, **limits)}
-    )
+    metadata = {"setting": Setting("", default, help, **limits)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class Section:
@@ -70,12 +76,16 @@ class Section:
 
     declared: ClassVar[Mapping[str, Setting]] = {}
 
-    def __init_subclass__(cls, name: str):
-        fields = {key: f for key, f in vars(cls).items() if isinstance(f, dataclasses.Field)}
-        cls.declared = {
-            key: dataclasses.replace(field.metadata["setting"], name=f"{name}.{key}")
-            for key, field in fields.items()
-        }
+    def __init_subclass__(cls, name: str, is_free: bool = False):
+        hints, declared = typing.get_type_hints(cls, include_extras=True), {}
+        for key, field in vars(cls).items():
+            if isinstance(field, dataclasses.Field):
+                limits = {"name": f"{name}.{key}"} | ({"is_free": True} if is_free else {})
+                limits |= getattr(hints[key], "__metadata__", ({},))[0]
+                if typing.get_origin(hints[key]) is tuple:
+                    limits |= {"hint": hints[key], "parse": tuple}
+                declared[key] = dataclasses.replace(field.metadata["setting"], **limits)
+        cls.declared = declared
 
     def __post_init__(self) -> None:
         check_values(self, self.declared)
@@ -103,47 +113,36 @@ class Section:
 class HeadsConfig(Section, name="heads"):
     """Training of heads: the settings of each built-in head, and those that all heads share."""
 
-    start_sampler_iteration: int = setting(
-        0, "number of steps before the sampler head starts to train", low=0
-    )
-    sampler_reveal: float = setting(
+    start_sampler_iteration: Natural = setting(0, "steps before the sampler head starts to train")
+    sampler_reveal: Share = setting(
         0.7,
         "probability that the sampler head receives the true token of an adjacent hole, in [0, 1]; "
         "with 0 the head has no use in sampling",
-        low=0,
-        high=1,
         remedy="use 0.7",
     )
-    sampler_trunk_share: float = setting(
+    sampler_trunk_share: Share = setting(
         0.0,
         "weight in the sampler head's loss of the divergence from the trunk's prediction given the "
         "revealed tokens",
-        low=0,
-        high=1,
     )
-    start_critic_iteration: int = setting(
-        0, "number of steps before the critic starts to train", low=0
-    )
-    end_critic_iteration: int = setting(
+    start_critic_iteration: Natural = setting(0, "steps before the critic starts to train")
+    end_critic_iteration: Natural = setting(
         0,
         "step at which the critic's loss reaches its full weight; if this is not after the start, "
         "the weight is full from the start",
-        low=0,
     )
-    critic_alpha: float = setting(0.5, "full weight of the critic's loss, >= 0", low=0)
+    critic_alpha: NonNegative = setting(0.5, "full weight of the critic's loss, >= 0")
     critic_masked_only: bool = setting(
         False, "train the critic only on filled holes, not on the text around them"
     )
     train_main: bool = setting(
-        True,
-        "train the model; false: the model of train.init_from is frozen, and only heads are "
-        "trained",
+        True, "train the model; false: only heads are trained, on the model of train.init_from"
     )
-    learning_rate: float = setting(3e-3, "peak learning rate for the heads (AdamW)", low=ABOVE_ZERO)
-    weight_decay: float = setting(0.0, "decoupled weight decay of the heads' matrices", low=0)
-    warmup_steps: int = setting(50, "steps of linear warm-up from the start of each head", low=0)
-    clip: float = setting(
-        1.0, "gradient norm of a head above which its gradient is scaled down", low=ABOVE_ZERO
+    learning_rate: AboveZero = setting(3e-3, "peak learning rate for the heads (AdamW)")
+    weight_decay: NonNegative = setting(0.0, "decoupled weight decay of the heads' matrices")
+    warmup_steps: Natural = setting(50, "steps of linear warm-up from the start of each head")
+    clip: AboveZero = setting(
+        1.0, "gradient norm of a head above which its gradient is scaled down"
     )
 
 
@@ -156,30 +155,23 @@ class OptimConfig(Section, name="optim"):
         "muon (with Adam for embeddings and norms), or adamw for all parameters",
         choices=("muon", "adamw"),
     )
-    learning_rate: float = setting(
-        0.02, "peak learning rate for matrices (muon) or all parameters (adamw)", low=ABOVE_ZERO
+    learning_rate: AboveZero = setting(
+        0.02, "peak learning rate for the matrices (muon) or for all parameters (adamw)"
     )
-    adam_learning_rate: float = setting(
-        3e-3, "with muon: peak learning rate for the parameters that Adam trains", low=ABOVE_ZERO
+    adam_learning_rate: AboveZero = setting(
+        3e-3, "with muon: peak learning rate for the parameters that Adam trains"
     )
-    final_ratio: float = setting(
-        0.0, "final learning rate of the cosine schedule, as a fraction of the peak", low=0, high=1
+    final_ratio: Share = setting(
+        0.0, "final learning rate of the cosine schedule, as a fraction of the peak"
     )
-    warmup_steps: int = setting(50, "number of steps of linear warm-up from 0", low=0)
-    weight_decay: float = setting(0.0, "decoupled weight decay of matrices", low=0)
-    b1: float = setting(0.9, "decay rate of Adam's mean of gradients", low=0, high=BELOW_ONE)
-    b2: float = setting(
-        0.95, "decay rate of Adam's mean of squared gradients", low=0, high=BELOW_ONE
-    )
-    muon_momentum: float = setting(0.95, "muon's momentum", low=0, high=BELOW_ONE)
-    clip: float = setting(
-        1.0, "global gradient norm above which gradients are scaled down", low=ABOVE_ZERO
-    )
-    ema_decay: float = setting(
-        0.0,
-        "decay of a moving average of the parameters, used for sampling; 0: no average",
-        low=0,
-        high=BELOW_ONE,
+    warmup_steps: Natural = setting(50, "number of steps of linear warm-up from 0")
+    weight_decay: NonNegative = setting(0.0, "decoupled weight decay of matrices")
+    b1: ShareBelowOne = setting(0.9, "decay rate of Adam's mean of gradients")
+    b2: ShareBelowOne = setting(0.95, "decay rate of Adam's mean of squared gradients")
+    muon_momentum: ShareBelowOne = setting(0.95, "muon's momentum")
+    clip: AboveZero = setting(1.0, "global gradient norm above which gradients are scaled down")
+    ema_decay: ShareBelowOne = setting(
+        0.0, "decay of a moving average of the parameters, used for sampling; 0: no average"
     )
 
 
@@ -205,71 +197,59 @@ class TrainConfig(Section, name="train"):
         "the mean of all embeddings, or those of a free id",
         is_free=True,
     )
-    ignore_config: tuple[str, ...] = setting(
-        (),
-        "fields in the config of the published model in init_from that are not read, as in "
-        "--ignore-config",
-        is_free=True,
+    ignore_config: Texts = setting(
+        (), "unread config fields of the published init_from, as in --ignore-config", is_free=True
     )
-    steps: int = setting(1000, "optimiser steps", is_free=True, low=1)  # upwards
-    batch_size: int = setting(
-        32, "number of rows per step, over all devices and processes", low=1, high=2**20
+    steps: Positive = setting(1000, "optimiser steps", is_free=True)  # upwards
+    batch_size: Positive = setting(
+        32, "number of rows per step, over all devices and processes", high=2**20
     )
-    accumulate: int = setting(
+    accumulate: Positive = setting(
         1,
-        "microbatches per step, which run sequentially to save memory; the result is the same",
-        low=1,
+        "number of microbatches per step, which run sequentially to save memory; the result is the "
+        "same",
         high=2**20,
     )
-    seed: int = setting(
-        0, "random seed of the parameters, the data order and the noise", low=0, high=2**32 - 1
+    seed: Natural = setting(
+        0, "random seed of the parameters, the data order and the noise", high=2**32 - 1
     )
-    log_every: int = setting(
-        10, "number of steps between two lines of metrics", is_free=True, low=1
+    log_every: Positive = setting(10, "steps between two lines of metrics", is_free=True)
+    eval_every: Natural = setting(
+        250, "steps between evaluations on held-out text; 0: only at the end", is_free=True
     )
-    eval_every: int = setting(
-        250, "steps between evaluations on held-out text; 0: only at the end", is_free=True, low=0
+    eval_windows: Positive = setting(
+        256, "maximum number of held-out windows per evaluation", is_free=True
     )
-    eval_windows: int = setting(
-        256, "maximum number of held-out windows per evaluation", is_free=True, low=1
+    sample_every: Natural = setting(
+        0, "steps between samples during training; 0: only at the end", is_free=True
     )
-    sample_every: int = setting(
-        0, "steps between samples during training; 0: only at the end", is_free=True, low=0
-    )
-    trackers: tuple[str, ...] = setting(
+    trackers: Texts = setting(
         (),
         "additional metric trackers: tensorboard (event files in out_dir) and wandb; each "
         "requires the extra of the same name",
         is_free=True,
     )
     checkpoint_dir: str = setting(
-        "",
-        "directory or URL (gs://, s3://) of checkpoints; empty: out_dir/checkpoints",
-        is_free=True,
+        "", "directory or URL (gs://, s3://) of checkpoints; empty: in out_dir", is_free=True
     )
-    checkpoint_every: int = setting(
-        250, "number of steps between checkpoints; 0: only at the end", is_free=True, low=0
+    checkpoint_every: Natural = setting(
+        250, "steps between checkpoints; 0: only at the end", is_free=True
     )
     local_checkpoint_dir: str = setting(
-        "",
-        "directory on a disk of each host for more checkpoints (docs/pods.md); empty: none",
-        is_free=True,
+        "", "directory on a disk of each host for more checkpoints (docs/pods.md)", is_free=True
     )
-    local_checkpoint_every: int = setting(
-        50, "steps between checkpoints in local_checkpoint_dir", is_free=True, low=1
+    local_checkpoint_every: Positive = setting(
+        50, "steps between checkpoints in local_checkpoint_dir", is_free=True
     )
-    keep_checkpoints: int = setting(2, "number of newest checkpoints to keep", is_free=True, low=1)
+    keep_checkpoints: Positive = setting(2, "number of newest checkpoints to keep", is_free=True)
 
     def check(self) -> None:
         for name in self.ignore_config:
             is_name = isinstance(name, str) and name.strip() == name != ""
-            require(is_name, "train.ignore_config", name, "is not a name of a field", "remove it")
-        self.require(
-            self.batch_size % self.accumulate == 0,
-            "accumulate",
-            f"does not divide train.batch_size={self.batch_size}",
-            "use a divisor",
-        )
+            require(is_name, "train.ignore_config", name, "is not the name of a field", "remove it")
+        why = f"does not divide train.batch_size={self.batch_size}"
+        is_divisor = self.batch_size % self.accumulate == 0
+        self.require(is_divisor, "accumulate", why, "use a divisor")
         self.require(self.out_dir != "", "out_dir", "is empty", "name a directory")
         self.require_names("trackers", TRACKERS)
 
@@ -282,7 +262,7 @@ INIT = "init"
 class DataConfig(Section, name="data"):
     """Training text and its tokenizer."""
 
-    source: tuple[str, ...] = setting(
+    source: Texts = setting(
         ("python-reference",),
         "UTF-8 or JSONL files or globs, or python-reference (the language reference inside "
         "CPython), python-source (its standard library) or tinyshakespeare; or sharded corpora, "
@@ -290,9 +270,7 @@ class DataConfig(Section, name="data"):
         is_free=True,
     )
     weights: tuple[float, ...] = setting(
-        (),
-        "fraction of rows from each sharded corpus; empty: proportional to its number of tokens",
-        hint=tuple[float, ...],
+        (), "fraction of rows from each sharded corpus; empty: proportional to its size in tokens"
     )
     tokenizer: str = setting(
         "character",
@@ -399,12 +377,9 @@ _MOST_HEADS = 2**12
 class ModelConfig(Section, name="model"):
     """The Transformer, from GPT-like to LLaMA-like, and its heads."""
 
-    head_size: int = setting(0, "size of one attention head; 0: width / heads", low=0)
-    rotary_share: float = setting(
-        1.0,
-        "fraction of each head that RoPE rotates, from its start, in (0, 1]",
-        low=ABOVE_ZERO,
-        high=1,
+    head_size: Natural = setting(0, "size of one attention head; 0: width / heads")
+    rotary_share: ShareAboveZero = setting(
+        1.0, "fraction of each head that RoPE rotates, from its start, in (0, 1]"
     )
     logit_alignment: str = setting(
         "same",
@@ -413,25 +388,25 @@ class ModelConfig(Section, name="model"):
         "prediction in a causal model, which then has no start_id)",
         choices=("same", "shifted"),
     )
-    experts: int = setting(0, "number of experts that replace the MLP; 0: a plain MLP", low=0)
-    experts_per_token: int = setting(0, "experts per token", low=0)
-    expert_width: int = setting(0, "inner size of one expert (swiglu)", low=0)
-    shared_width: int = setting(
-        0, "inner size of the shared expert, which every token uses; 0: no shared expert", low=0
+    experts: Natural = setting(0, "number of experts that replace the MLP; 0: a plain MLP")
+    experts_per_token: Natural = setting(0, "experts per token")
+    expert_width: Natural = setting(0, "inner size of one expert (swiglu)")
+    shared_width: Natural = setting(
+        0, "inner size of the shared expert, which every token uses; 0: no shared expert"
     )
-    dense_layers: int = setting(
-        0, "number of blocks at the start that have a plain MLP instead of experts", low=0
+    dense_layers: Natural = setting(
+        0, "number of blocks at the start that have a plain MLP instead of experts"
     )
     router_score: str = setting(
         "softmax",
         "score of an expert for a token: softmax over all experts, or sigmoid of each score",
         choices=("softmax", "sigmoid"),
     )
-    router_groups: int = setting(
-        1, "groups of experts; router_groups_kept of them are selected first", low=1
+    router_groups: Positive = setting(
+        1, "groups of experts; router_groups_kept of them are selected first"
     )
-    router_groups_kept: int = setting(
-        1, "number of groups from which the experts of a token are selected", low=1
+    router_groups_kept: Positive = setting(
+        1, "number of groups from which the experts of a token are selected"
     )
     router_bias: str = setting(
         "none",
@@ -442,8 +417,8 @@ class ModelConfig(Section, name="model"):
     router_normalised: bool = setting(
         False, "normalise the weights of a token's experts to sum to 1"
     )
-    router_scale: float = setting(
-        1.0, "factor that multiplies the weights of a token's experts", low=ABOVE_ZERO
+    router_scale: AboveZero = setting(
+        1.0, "factor that multiplies the weights of a token's experts"
     )
     router_scales: bool = setting(
         False,
@@ -453,35 +428,28 @@ class ModelConfig(Section, name="model"):
         False, "add the experts to the MLP instead of replacing it; requires post_norms"
     )
 
-    lora_rank: int = setting(
+    lora_rank: Natural = setting(
         0,
         "rank of LoRA adapters, which are trained instead of the model; 0: none (docs/training.md)",
-        low=0,
     )
-    lora_alpha: float = setting(
-        16.0, "adapters are scaled by lora_alpha / lora_rank", low=ABOVE_ZERO
-    )
-    lora_targets: tuple[str, ...] = setting(
+    lora_alpha: AboveZero = setting(16.0, "adapters are scaled by lora_alpha / lora_rank")
+    lora_targets: Texts = setting(
         ("query", "value"),
         "block matrices that have adapters: query, key, value, out, gate, up, down; mask: the "
         "embedding of the last id, which is added if a causal model without MASK is converted",
     )
 
-    depth: int = setting(6, "number of Transformer blocks", low=1, high=2**12)
-    width: int = setting(128, "size of the hidden vectors (D)", low=1, high=2**17)
-    heads: int = setting(
-        4, "number of attention heads, a divisor of width", low=1, high=_MOST_HEADS
-    )
-    kv_heads: int = setting(
+    depth: Positive = setting(6, "number of Transformer blocks", high=2**12)
+    width: Positive = setting(128, "size of the hidden vectors (D)", high=2**17)
+    heads: Positive = setting(4, "number of attention heads, a divisor of width", high=_MOST_HEADS)
+    kv_heads: Natural = setting(
         0,
         "number of key/value heads, shared by groups of heads; 0: same as heads",
-        low=0,
         high=_MOST_HEADS,
     )
-    mlp_width: int = setting(
+    mlp_width: Natural = setting(
         0,
         "inner size of the MLP; 0: 4 * width (gated: 8/3 * width, as a multiple of 8)",
-        low=0,
         high=2**20,
     )
     activation: str = setting(
@@ -490,12 +458,12 @@ class ModelConfig(Section, name="model"):
         choices=("relu2", "gelu", "swiglu", "geglu"),
     )
     norm: str = setting("rms", "normalisation: rms (RMSNorm) or layer", choices=("rms", "layer"))
-    norm_epsilon: float = setting(
-        1e-5, "epsilon added to the mean square or variance in a norm", low=ABOVE_ZERO
+    norm_epsilon: AboveZero = setting(
+        1e-5, "epsilon added to the mean square or variance in a norm"
     )
     qk_norm: bool = setting(True, "RMSNorm of queries and keys in each head, before RoPE")
     qkv_bias: bool = setting(False, "biases on the query, key and value projections")
-    rope_theta: float = setting(10000.0, "base of the rotary position frequencies", low=ABOVE_ZERO)
+    rope_theta: AboveZero = setting(10000.0, "base of the rotary position frequencies")
     rope_scaling: str = setting(
         "",
         "scaling of the rotary frequencies: linear:factor=F, "
@@ -511,39 +479,35 @@ class ModelConfig(Section, name="model"):
         "the text and itself)",
         choices=("bidirectional", "causal", "block_causal", "canvas"),
     )
-    block_length: int = setting(
+    block_length: Natural = setting(
         0,
         "block_causal: number of positions per block, from the start of the row; canvas: number of "
         "positions per canvas; at least 2",
-        low=0,
     )
-    attention_window: int = setting(
-        0, "canvas: attention window over the text in sliding layers; 0: unlimited", low=0
+    attention_window: Natural = setting(
+        0, "canvas: attention window over the text in sliding layers; 0: unlimited"
     )
-    full_every: int = setting(
+    full_every: Natural = setting(
         0,
         "canvas: every n-th layer attends to all positions (full layer), and the other layers "
         "attend within attention_window; 0: all layers are full",
-        low=0,
     )
-    full_head_size: int = setting(0, "head_size of the full layers; 0: same as head_size", low=0)
-    full_kv_heads: int = setting(
-        0, "kv_heads of the full layers; 0: same as kv_heads", low=0, high=_MOST_HEADS
+    full_head_size: Natural = setting(0, "head_size of the full layers; 0: same as head_size")
+    full_kv_heads: Natural = setting(
+        0, "kv_heads of the full layers; 0: same as kv_heads", high=_MOST_HEADS
     )
-    full_rope_theta: float = setting(
-        0.0, "rope_theta of the full layers; 0: same as rope_theta", low=0
+    full_rope_theta: NonNegative = setting(
+        0.0, "rope_theta of the full layers; 0: same as rope_theta"
     )
-    full_rotary_share: float = setting(
+    full_rotary_share: ShareAboveZero = setting(
         1.0,
         "fraction of the rotary pairs that are rotated in full layers, highest frequencies first",
-        low=ABOVE_ZERO,
-        high=1,
     )
     full_value_from_key: bool = setting(
         False, "full layers use their keys as values, before norm and RoPE"
     )
-    attention_scale: float = setting(
-        0.0, "scale of the attention scores; 0: head_size ** -0.5", low=0
+    attention_scale: NonNegative = setting(
+        0.0, "scale of the attention scores; 0: head_size ** -0.5"
     )
     value_norm: bool = setting(False, "RMSNorm of values in each head, without a learned scale")
     post_norms: bool = setting(
@@ -554,14 +518,14 @@ class ModelConfig(Section, name="model"):
         "canvas: each block scales its output, with separate factors for the text and the canvas",
     )
     embedding_scaled: bool = setting(False, "embeddings are multiplied by sqrt(width)")
-    logit_cap: float = setting(
-        0.0, "logits are capped as cap * tanh(logits / cap); 0: no cap", low=0
+    logit_cap: NonNegative = setting(
+        0.0, "logits are capped as cap * tanh(logits / cap); 0: no cap"
     )
     self_conditioning: bool = setting(
         False, "canvas: embeddings also depend on the predictions of the previous step"
     )
-    vocab_size: int = setting(
-        0, "number of logits; 0: size of the tokenizer's vocabulary", low=0, high=2**22
+    vocab_size: Natural = setting(
+        0, "number of logits; 0: size of the tokenizer's vocabulary", high=2**22
     )
     start_id: int = setting(
         -1, "causal: id before the first token; -1: the tokenizer's MASK", low=-1
@@ -587,11 +551,11 @@ class ModelConfig(Section, name="model"):
     add_sampler_head: bool = setting(
         False, "add a head that uses the neighbours of a hole, for coherent parallel filling"
     )
-    sampler_context: int = setting(
-        1, "number of neighbours on each side that the sampler head uses", low=1, high=2**6
+    sampler_context: Positive = setting(
+        1, "number of neighbours on each side that the sampler head uses", high=2**6
     )
-    sampler_width: int = setting(
-        0, "inner size of the sampler head's MLP; 0: width", low=0, high=2**20
+    sampler_width: Natural = setting(
+        0, "inner size of the sampler head's MLP; 0: width", high=2**20
     )
     sampler_residual: bool = setting(
         False, "add the sampler head's output, initially zero, to the hidden vector"
@@ -761,7 +725,7 @@ class ObjectiveConfig(Section, name="objective"):
         "noise of the ELBO: masked (MASK); uniform (a uniformly random token); mixed (MASK at the "
         "end and uniformly random tokens in between); or a custom MODULE:CLASS",
     )
-    process_settings: tuple[str, ...] = setting(
+    process_settings: Texts = setting(
         (), "settings of the process, each NAME=VALUE: uniform_share (mixed; 0.1)"
     )
     schedule: str = setting(
@@ -769,8 +733,8 @@ class ObjectiveConfig(Section, name="objective"):
         "noise schedule of the ELBO: linear, cosine or polynomial",
         choices=("linear", "cosine", "polynomial"),
     )
-    schedule_power: float = setting(
-        2.0, "polynomial schedule: the share hidden at time t is t^power", low=ABOVE_ZERO, high=100
+    schedule_power: AboveZero = setting(
+        2.0, "polynomial schedule: the share hidden at time t is t^power", high=100
     )
     normaliser: str = setting(
         "tokens",
@@ -781,21 +745,14 @@ class ObjectiveConfig(Section, name="objective"):
     time_weight: bool = setting(
         True, "weight hidden tokens by time as in the ELBO; false: equal weights"
     )
-    denoising_share: float = setting(
-        0.0,
-        "share of each batch's rows, and of the loss, for denoising instead of the ELBO",
-        low=0,
-        high=1,
+    denoising_share: Share = setting(
+        0.0, "share of each batch's rows, and of the loss, for denoising instead of the ELBO"
     )
-    patterns: tuple[str, ...] = setting(
-        PATTERNS,
-        "denoising: pattern that selects the positions to restore, one per row",
+    patterns: Texts = setting(
+        PATTERNS, "denoising: pattern that selects the positions to restore, one per row"
     )
-    max_ratio: float = setting(
-        1.0,
-        "denoising: random and sticky select a share drawn uniformly up to this maximum",
-        low=ABOVE_ZERO,
-        high=1,
+    max_ratio: ShareAboveZero = setting(
+        1.0, "denoising: random and sticky select a share drawn uniformly up to this maximum"
     )
     sticky_alone: float = setting(
         0.03,
@@ -803,56 +760,44 @@ class ObjectiveConfig(Section, name="objective"):
         low=1e-3,
         high=1,
     )
-    sticky_beside: float = setting(
-        0.3,
-        "sticky: probability of selecting a position next to a selected one",
-        low=ABOVE_ZERO,
-        high=1,
+    sticky_beside: ShareAboveZero = setting(
+        0.3, "sticky: probability of selecting a position next to a selected one"
     )
-    span_count: int = setting(3, "span: number of spans per row", low=1, high=2**16)
-    mask_share: float = setting(
-        0.8, "denoising: share of the selected positions that show MASK", low=0, high=1
-    )
-    random_share: float = setting(
+    span_count: Positive = setting(3, "span: number of spans per row", high=2**16)
+    mask_share: Share = setting(0.8, "denoising: share of the selected positions that show MASK")
+    random_share: Share = setting(
         0.1,
         "denoising: share of the selected tokens that show a random token; the others are "
         "unchanged",
-        low=0,
-        high=1,
     )
     identity_targets: bool = setting(
         False, "denoising: predict every position, not only the selected ones"
     )
-    proofreading_share: float = setting(
+    proofreading_share: Share = setting(
         0.0,
         "share of each batch's rows, and of the loss, for proofreading (correcting missing, "
         "stray or wrong tokens)",
-        low=0,
-        high=1,
     )
-    misprint_ratio: float = setting(
-        0.1,
-        "proofreading: the share of misprints in a row is drawn uniformly up to this maximum",
-        low=ABOVE_ZERO,
-        high=1,
+    misprint_ratio: ShareAboveZero = setting(
+        0.1, "proofreading: the share of misprints in a row is drawn uniformly up to this maximum"
     )
-    misprint_kinds: tuple[str, ...] = setting(
+    misprint_kinds: Texts = setting(
         MISPRINTS[:3],
         "proofreading: kinds of misprints: missing, wrong, stray, transposed (with the next "
         "token), and missing_pair, wrong_pair, stray_pair (two tokens); repeat a name to make it "
         "more frequent",
     )
-    misprint_masked_rows: float = setting(
-        0.5, "proofreading: share of its rows that also contain MASK", low=0, high=1
+    misprint_masked_rows: Share = setting(
+        0.5, "proofreading: share of its rows that also contain MASK"
     )
-    text_weight: float = setting(
-        1.0, "models with canvases: weight of the next-token loss on the text", low=0, high=100
+    text_weight: NonNegative = setting(
+        1.0, "models with canvases: weight of the next-token loss on the text", high=100
     )
-    conditioned_share: float = setting(
-        0.5, "models with canvases: share of rows with self-conditioning", low=0, high=1
+    conditioned_share: Share = setting(
+        0.5, "models with canvases: share of rows with self-conditioning"
     )
-    random_length_share: float = setting(
-        0.0, "share of batches that are cut to a random length; 0.01 is usual", low=0, high=1
+    random_length_share: Share = setting(
+        0.0, "share of batches that are cut to a random length; 0.01 is usual"
     )
 
     def check(self) -> None:
@@ -871,48 +816,37 @@ class ObjectiveConfig(Section, name="objective"):
             )
 
 
-_MOST_DEVICES = 2**20
-
 WITHOUT_DEFAULTS = "none"
 """The entry of ``mesh.compiler_options`` that disables the default options."""
 
 
 @dataclass(frozen=True)
-class MeshConfig(Section, name="mesh"):
+class MeshConfig(Section, name="mesh", is_free=True):
     """The arrangement of devices; the product of the axes is the number of devices."""
 
     data: int = setting(
         -1,
         "number of devices across which the batch is split; -1: all remaining devices",
         low=-1,
-        high=_MOST_DEVICES,
+        high=2**20,
     )
-    fsdp: int = setting(
+    fsdp: Natural = setting(
         0,
         "number of devices across which the batch, parameters and optimiser state are split; 0: "
         "the smallest number that leaves three quarters of an accelerator's memory free",
-        low=0,
-        high=_MOST_DEVICES,
+        high=2**20,
     )
-    tensor: int = setting(
-        1,
-        "number of devices across which the matrices of one layer are split",
-        low=1,
-        high=_MOST_DEVICES,
+    tensor: Devices = setting(
+        1, "number of devices across which the matrices of one layer are split"
     )
-    expert: int = setting(
+    expert: Devices = setting(
         1,
         "number of devices across which experts are split, or the batch in layers without experts",
-        low=1,
-        high=_MOST_DEVICES,
     )
-    context: int = setting(
-        1,
-        "number of devices across which the positions of a row are split, for very long rows",
-        low=1,
-        high=_MOST_DEVICES,
+    context: Devices = setting(
+        1, "number of devices across which the positions of a row are split, for very long rows"
     )
-    compiler_options: tuple[str, ...] = setting(
+    compiler_options: Texts = setting(
         (),
         "compiler options, each name=value, added to or replacing the defaults of the devices "
         "(dlm_jax/distributed/compiler.py); none: no defaults",
@@ -1033,9 +967,7 @@ SETTINGS: dict[str, Setting] = {
 }
 """All settings of a config, by dotted key."""
 
-FREE = frozenset(
-    key for key, one in SETTINGS.items() if one.is_free or key.startswith(("mesh.", "sample."))
-)
+FREE = frozenset(key for key, one in SETTINGS.items() if one.is_free or key.startswith("sample."))
 """The dotted keys of the settings that a resumed run may change."""
 
 
