@@ -41,8 +41,8 @@ import dlm_jax.config as configs
 from benchmarks import real_model_files as files
 from benchmarks.accelerator import seconds_of
 from dlm_jax.cli.common import start_jax
+from dlm_jax.config import MeshConfig
 from dlm_jax.data import load_corpus, validation_windows
-from dlm_jax.distributed.mesh import MeshConfig
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.scoring import score_rows
 from dlm_jax.model.transformer import build

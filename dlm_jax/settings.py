@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import enum
 import functools
 import math
 import numbers
@@ -91,6 +90,7 @@ class Setting:
       is_preset: whether the setting belongs to presets, recommendations and studies: it is a
         keyword in Python and a key of a config's ``[sample]``, but no flag, and no key or field of
         a request.
+      is_free: whether a resumed run may change the setting of a run.
     """
 
     name: str
@@ -106,6 +106,7 @@ class Setting:
     resets: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     is_preset: bool = False
+    is_free: bool = False
 
     @property
     def annotation(self) -> Any:
@@ -159,7 +160,7 @@ class Setting:
         if callable(value) and all(map(callable, choices.values())):
             return self.named(value)
         advice = moved(f"{self.name.rpartition('.')[2]}={value}")
-        advice = advice or f"did you mean {closest(str(value)[:60], choices)!r}?"
+        advice = advice or self.remedy or f"did you mean {closest(str(value)[:60], choices)!r}?"
         raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
     def resolved(self, value: Any) -> Any:
@@ -346,89 +347,12 @@ def _naming_fields(init: Any, near: Mapping[str, tuple[str, Setting]]) -> Any:
     return __init__
 
 
-class Trait(enum.Flag):
-    """Traits of training settings; `dlm_jax.config.keys` lists the settings with a trait.
-
-    ``FREE``: a resumed run may change the setting. ``ONCE_SAVED``: the setting may change after the
-    first checkpoint. ``LOCAL``: the setting may differ between the processes of a run. ``OWN``:
-    published models do not define the setting. ``TURNED``: neither published models nor causal
-    models converted to diffusion models define the setting. ``UNSEEN``: the parameters, but not
-    their shapes, depend on the setting. ``FOUND``: the corpus's tokenizer replaces the default.
-    ``IDLE``: no parameter of a published model depends on the setting.
-    """
-
-    NONE = 0
-    FREE = enum.auto()
-    ONCE_SAVED = enum.auto()
-    LOCAL = enum.auto()
-    OWN = enum.auto()
-    TURNED = enum.auto()
-    UNSEEN = enum.auto()
-    FOUND = enum.auto()
-    IDLE = enum.auto()
-
-
-def setting(default: Any, help: str, traits: Trait = Trait.NONE, **limits: Any) -> Any:
-    """A field of a config section; `limits` are additional attributes of its `Setting`."""
-    choices = limits.pop("choices", None)
-    if choices is not None:
-        limits["choices"] = {name: name for name in choices}
-    declared = Setting("", default, help, **limits)
-    return dataclasses.field(default=default, metadata={"setting": declared, "traits": traits})
-
-
-class Section:
-    """A section of a config; values are validated on construction.
-
-    Attributes:
-      declared: settings by key.
-      traits: traits by key.
-      defaults: stored defaults by key.
-    """
-
-    declared: ClassVar[Mapping[str, Setting]] = {}
-    traits: ClassVar[Mapping[str, Trait]] = {}
-    defaults: ClassVar[Mapping[str, Any]] = {}
-
-    def __post_init__(self) -> None:
-        for key, one in self.declared.items():
-            value = getattr(self, key)
-            # Most values are defaults, which are valid.
-            if value is not self.defaults[key]:
-                object.__setattr__(self, key, one.checked(value))
-        self.check()
-
-    def check(self) -> None:
-        """Raises SettingError for contradictory values."""
-
-
-def with_settings(fields: Mapping[str, Any], *, is_first: bool = False) -> Callable[[T], T]:
-    """Adds `setting` fields that other modules declare to a class that becomes a section."""
-
-    def make(cls: T) -> T:
-        own, more = cls.__annotations__, {key: type(f.default) for key, f in fields.items()}
-        cls.__annotations__ = more | own if is_first else own | more
-        for key, one in fields.items():
-            setattr(cls, key, one)
-        return cls
-
-    return make
-
-
-def section(name: str, traits: Trait = Trait.NONE) -> Callable[[T], T]:
-    """Makes a dataclass the config section `name`, and adds `traits` to all keys."""
-
-    def make(cls: Any) -> Any:
-        found = {field.name: field.metadata for field in dataclasses.fields(cls)}
-        cls.declared = {
-            key: dataclasses.replace(meta["setting"], name=f"{name}.{key}")
-            for key, meta in found.items()
-        }
-        cls.traits = {key: meta["traits"] | traits for key, meta in found.items()}
-        cls.defaults = {key: one.default for key, one in cls.declared.items()}
-        return cls
-
-    return make
+def check_values(record: Any, settings: Mapping[str, Setting]) -> None:
+    """Replaces the fields of a frozen record by their checked values; raises SettingError."""
+    for key, setting in settings.items():
+        value = getattr(record, key)
+        if value is not getattr(type(record), key):  # most values are defaults, which are valid
+            object.__setattr__(record, key, setting.checked(value))
 
 
 def require(
@@ -464,33 +388,6 @@ def require_head(head: str, facts: Any, name: str, value: Any, instead: str = ""
         f"requires a {head} head, which this model lacks",
         f"{instead}, or {train}" if instead else train,
     )
-
-
-def names_of(
-    key: str, known: Sequence[str], *, least: int = 1, is_once: bool = True
-) -> Callable[[Any], tuple[str, ...]]:
-    """A parser for tuples of known names, with a minimum length and, by default, no duplicates."""
-
-    def parse(given: Any) -> tuple[str, ...]:
-        for name in given:
-            if name not in known:
-                raise SettingError(
-                    key,
-                    UNSET,
-                    f"has {name!r}, which is not one of {', '.join(known)}",
-                    f"did you mean {closest(name, known)!r}?",
-                )
-        is_repeated = is_once and len(set(given)) < len(given)
-        require(
-            len(given) >= least and not is_repeated,
-            key,
-            tuple(given),
-            "is empty or has duplicates",
-            "name each once",
-        )
-        return tuple(given)
-
-    return parse
 
 
 def neutral(settings: Sequence[Setting]) -> Mapping[str, Any]:

@@ -10,10 +10,17 @@ import numpy as np
 import toy
 from jax.sharding import Mesh
 
-from dlm_jax.config import Config, HeadsConfig, MeshConfig, SamplingParams, TrainConfig
+from dlm_jax.config import (
+    Config,
+    HeadsConfig,
+    MeshConfig,
+    ObjectiveConfig,
+    SamplingParams,
+    TrainConfig,
+)
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.corruption import LINEAR
-from dlm_jax.diffusion.objectives import Batch, Mixture, ObjectiveConfig, denoising, elbo
+from dlm_jax.diffusion.objectives import Batch, Mixture, denoising, elbo
 from dlm_jax.distributed.partitions import make_mesh, path_name
 from dlm_jax.heads import HEADS, MAIN, Head
 from dlm_jax.model.transformer import build

@@ -20,8 +20,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Every room, and those it may import besides itself: only such as stand above it here.
 _LEAVES = {"types", "settings", "pytree", "devices", "progress", "randomness", "moved"}
-_PURE = {*_LEAVES, "structured", "sampling", "distributed", "diffusion", "heads"}
-_CORE = {*_PURE, "config", "model", "store", "data"}
+_PURE = {*_LEAVES, "structured", "sampling", "config", "distributed", "diffusion", "heads"}
+_CORE = {*_PURE, "model", "store", "data"}
 _LIBRARY = {*_CORE, "published"}
 MAY_IMPORT = {
     "types": set(),
@@ -33,10 +33,10 @@ MAY_IMPORT = {
     "settings": {"pytree", "moved"},
     "structured": {"moved", "settings"},
     "sampling": {*_LEAVES, "structured"},
-    "distributed": _LEAVES,
-    "diffusion": {*_LEAVES, "distributed"},
-    "heads": {*_LEAVES, "sampling", "distributed", "diffusion"},
-    "config": _PURE,
+    "config": {"settings", "moved", "sampling"},
+    "distributed": {*_LEAVES, "config"},
+    "diffusion": {*_LEAVES, "config", "distributed"},
+    "heads": {*_LEAVES, "sampling", "config", "distributed", "diffusion"},
     "model": {*_LEAVES, "config", "distributed", "heads"},
     "store": {*_LEAVES, "distributed"},
     "data": {*_LEAVES, "store", "config"},

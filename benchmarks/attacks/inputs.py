@@ -188,7 +188,7 @@ def _bad_values(hint: Any) -> tuple[str, ...]:
 
 def _keys(folder: Path) -> Iterator[Case]:
     """Every key of a config with invalid values."""
-    for key, setting in configs.declared().items():
+    for key, setting in configs.SETTINGS.items():
         for value in _bad_values(setting.annotation):
             yield train.main, [*flags(folder, folder / "new"), f"--{key}={value}"]
     for section, key in (("model", "depth"), ("train", "steps"), ("model", "width")):

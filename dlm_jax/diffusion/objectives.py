@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.config import MISPRINTS, ObjectiveConfig
 from dlm_jax.diffusion import corruption
 from dlm_jax.diffusion.corruption import (
-    PATTERNS,
-    SCHEDULES,
     Schedule,
     mask_independently,
     stratified_times,
@@ -27,170 +26,13 @@ from dlm_jax.diffusion.corruption import (
 from dlm_jax.diffusion.losses import Loss, hidden_of, read_out
 from dlm_jax.diffusion.processes import (
     HIGHEST_LEVEL,
-    PROCESSES,
     Noise,
     Process,
     divergence,
-    process_of,
 )
-from dlm_jax.settings import ABOVE_ZERO, Section, names_of, require, section, setting
 from dlm_jax.types import Network, Params, left_of, live_positions, right_of
 
-MISPRINTS = ("missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair")
-USUAL_MISPRINTS = MISPRINTS[:3]
-
-
-def _noises() -> str:
-    return "; ".join(f"{name} ({vars(cls)['about']})" for name, cls in PROCESSES.items())
-
-
-@section("objective")
-@dataclass(frozen=True)
-class ObjectiveConfig(Section):
-    """Settings of the objectives of bidirectional models. Causal models predict the next token."""
-
-    process: str = setting("masked", f"noise of the ELBO: {_noises()}; or a custom MODULE:CLASS")
-    process_settings: tuple[str, ...] = setting(
-        (),
-        "settings of the process, each NAME=VALUE: uniform_share (mixed; 0.1)",
-        hint=tuple[str, ...],
-        parse=tuple,
-    )
-    schedule: str = setting(
-        "linear",
-        "noise schedule of the ELBO: linear, cosine or polynomial",
-        choices=SCHEDULES,
-    )
-    schedule_power: float = setting(
-        2.0, "polynomial schedule: the share hidden at time t is t^power", low=ABOVE_ZERO, high=100
-    )
-    normaliser: str = setting(
-        "tokens",
-        "divisor of the ELBO's weighted sum: tokens (all tokens that are not given), rows (mean "
-        "over rows of the mean over tokens) or masked (hidden tokens)",
-        choices=("tokens", "rows", "masked"),
-    )
-    time_weight: bool = setting(
-        True, "weight hidden tokens by time as in the ELBO; false: equal weights"
-    )
-    denoising_share: float = setting(
-        0.0,
-        "share of each batch's rows, and of the loss, for denoising instead of the ELBO",
-        low=0,
-        high=1,
-    )
-    patterns: tuple[str, ...] = setting(
-        PATTERNS,
-        "denoising: pattern that selects the positions to restore, one per row",
-        hint=tuple[str, ...],
-        parse=names_of("objective.patterns", PATTERNS),
-    )
-    max_ratio: float = setting(
-        1.0,
-        "denoising: random and sticky select a share drawn uniformly up to this maximum",
-        low=ABOVE_ZERO,
-        high=1,
-    )
-    sticky_alone: float = setting(
-        0.03,
-        "sticky: probability of selecting a position that has no selected neighbour",
-        low=1e-3,
-        high=1,
-    )
-    sticky_beside: float = setting(
-        0.3,
-        "sticky: probability of selecting a position next to a selected one",
-        low=ABOVE_ZERO,
-        high=1,
-    )
-    span_count: int = setting(3, "span: number of spans per row", low=1, high=2**16)
-    mask_share: float = setting(
-        0.8, "denoising: share of the selected positions that show MASK", low=0, high=1
-    )
-    random_share: float = setting(
-        0.1,
-        "denoising: share of the selected tokens that show a random token; the others are "
-        "unchanged",
-        low=0,
-        high=1,
-    )
-    identity_targets: bool = setting(
-        False, "denoising: predict every position, not only the selected ones"
-    )
-    proofreading_share: float = setting(
-        0.0,
-        "share of each batch's rows, and of the loss, for proofreading (correcting missing, "
-        "stray or wrong tokens)",
-        low=0,
-        high=1,
-    )
-    misprint_ratio: float = setting(
-        0.1,
-        "proofreading: the share of misprints in a row is drawn uniformly up to this maximum",
-        low=ABOVE_ZERO,
-        high=1,
-    )
-    misprint_kinds: tuple[str, ...] = setting(
-        USUAL_MISPRINTS,
-        "proofreading: kinds of misprints: missing, wrong, stray, transposed (with the next "
-        "token), and missing_pair, wrong_pair, stray_pair (two tokens); repeat a name to make it "
-        "more frequent",
-        hint=tuple[str, ...],
-        parse=names_of("objective.misprint_kinds", MISPRINTS, is_once=False),
-    )
-    misprint_masked_rows: float = setting(
-        0.5, "proofreading: share of its rows that also contain MASK", low=0, high=1
-    )
-    text_weight: float = setting(
-        1.0, "models with canvases: weight of the next-token loss on the text", low=0, high=100
-    )
-    conditioned_share: float = setting(
-        0.5, "models with canvases: share of rows with self-conditioning", low=0, high=1
-    )
-    random_length_share: float = setting(
-        0.0, "share of batches that are cut to a random length; 0.01 is usual", low=0, high=1
-    )
-
-    def check(self) -> None:
-        for one, other in (
-            ("mask_share", "random_share"),
-            ("denoising_share", "proofreading_share"),
-        ):
-            first, second = getattr(self, one), getattr(self, other)
-            require(
-                first + second <= 1 + 1e-6,
-                f"objective.{one}",
-                first,
-                f"and objective.{other}={second} add up to more than 1",
-                "lower one",
-                f"objective.{other}",
-            )
-        name = self.process
-        if self.noise_process.is_masked:
-            return
-        for key, value in _MASKED_ALONE.items():
-            require(
-                getattr(self, key) == value,
-                f"objective.{key}",
-                getattr(self, key),
-                f"requires objective.process='masked', not {name!r}",
-                f"use {value!r}",
-                "objective.process",
-            )
-
-    @property
-    def noise_process(self) -> Process:
-        """The forward process."""
-        return process_of(self.process, self.process_settings)
-
-
-_MASKED_ALONE = {
-    "denoising_share": 0,
-    "proofreading_share": 0,
-    "time_weight": True,
-    "normaliser": "tokens",
-}
-"""Settings that require the masked process, with their only values for other processes."""
+USUAL_MISPRINTS = ObjectiveConfig.misprint_kinds
 
 
 class Batch(NamedTuple):

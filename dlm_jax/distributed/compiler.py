@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from dlm_jax.distributed.mesh import CHIPS, WITHOUT_DEFAULTS
+from dlm_jax.config import WITHOUT_DEFAULTS
+from dlm_jax.distributed.mesh import CHIPS
 from dlm_jax.settings import SettingError
 
 Use = Literal["train", "sample"]

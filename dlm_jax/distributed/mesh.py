@@ -19,74 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils, topologies
 
-from dlm_jax.settings import Section, Trait, require, section, setting
-
-_MOST_DEVICES = 2**20
-
-WITHOUT_DEFAULTS = "none"
-"""The entry of ``mesh.compiler_options`` that disables the default options."""
-
-
-def _options(given: Any) -> tuple[str, ...]:
-    for text in given:
-        name, equals, _ = text.partition("=")
-        require(
-            text == WITHOUT_DEFAULTS or bool(name and equals),
-            "mesh.compiler_options",
-            text,
-            "is not name=value",
-            "write xla_tpu_scoped_vmem_limit_kib=65536, for example, or none",
-        )
-    return tuple(given)
-
-
-@section("mesh", Trait.FREE)
-@dataclass(frozen=True)
-class MeshConfig(Section):
-    """The arrangement of devices; the product of the axes is the number of devices."""
-
-    data: int = setting(
-        -1,
-        "number of devices across which the batch is split; -1: all remaining devices",
-        low=-1,
-        high=_MOST_DEVICES,
-    )
-    fsdp: int = setting(
-        0,
-        "number of devices across which the batch, parameters and optimiser state are split; 0: "
-        "the smallest number that leaves three quarters of an accelerator's memory free",
-        low=0,
-        high=_MOST_DEVICES,
-    )
-    tensor: int = setting(
-        1,
-        "number of devices across which the matrices of one layer are split",
-        low=1,
-        high=_MOST_DEVICES,
-    )
-    expert: int = setting(
-        1,
-        "number of devices across which experts are split, or the batch in layers without experts",
-        low=1,
-        high=_MOST_DEVICES,
-    )
-    context: int = setting(
-        1,
-        "number of devices across which the positions of a row are split, for very long rows",
-        low=1,
-        high=_MOST_DEVICES,
-    )
-
-    compiler_options: tuple[str, ...] = setting(
-        (),
-        "compiler options, each name=value, added to or replacing the defaults of the devices "
-        "(dlm_jax/distributed/compiler.py); none: no defaults",
-        hint=tuple[str, ...],
-        parse=_options,
-    )
-
-    def check(self) -> None:
-        require(self.data != 0, "mesh.data", self.data, "must be -1 or at least 1")
+from dlm_jax.config import MeshConfig
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dlm_jax.config import MeshConfig
 from dlm_jax.devices import mesh_in_use
-from dlm_jax.distributed.mesh import MeshConfig, arranged, shape_of
+from dlm_jax.distributed.mesh import arranged, shape_of
 from dlm_jax.randomness import key_of
 from dlm_jax.types import LAYERS, Axes, Network, Params
 

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from dlm_jax.config import ModelConfig
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import Drawn
+from dlm_jax.diffusion.processes import noise_process
 from dlm_jax.distributed.partitions import ROWS
 from dlm_jax.heads.head import BuiltInHead, Head
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.propose import parallel_fill, wavefront_fill
 from dlm_jax.sampling.rules import AUTO
-from dlm_jax.settings import setting
 from dlm_jax.types import Network, Params, live_positions
 
 CRITIC = "critic_head"
@@ -29,33 +30,14 @@ class CriticHead(BuiltInHead):
     switch = "add_critic_head"
     start = "start_critic_iteration"
     sampling = ("fill", "sampler_min_neighbors_ratio", "sampler_even_odd")
-    model = {
-        "add_critic_head": setting(
-            False,
-            "add a head that predicts which tokens of a text are wrong",
-        ),
-    }
-    training = {
-        "start_critic_iteration": setting(
-            0, "number of steps before the critic starts to train", low=0
-        ),
-        "end_critic_iteration": setting(
-            0,
-            "step at which the critic's loss reaches its full weight; if this is not after the "
-            "start, the weight is full from the start",
-            low=0,
-        ),
-        "critic_alpha": setting(0.5, "full weight of the critic's loss, >= 0", low=0),
-        "critic_masked_only": setting(
-            False, "train the critic only on filled holes, not on the text around them"
-        ),
-    }
 
-    def layers(self, config: Any, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
+    def layers(self, config: ModelConfig, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
         """The logit that a token is wrong is a linear map of its hidden vector."""
         return {"out": linear(config.width, 1, scale=0.0)}
 
-    def function(self, config: Any, layers_of: Callable[[Params], Any], readout: Any) -> Any:
+    def function(
+        self, config: ModelConfig, layers_of: Callable[[Params], Any], readout: Any
+    ) -> Any:
         """``(params, hidden_ND) -> logit_N``, float32: the logit that the token at a position is
         wrong, from hidden vectors of the filled canvas.
         """
@@ -71,7 +53,7 @@ class CriticHead(BuiltInHead):
         noised tokens.
         """
         settings, mask_id = setup.config.heads, setup.mask_id
-        is_masked = setup.config.objective.noise_process.is_masked
+        is_masked = noise_process(setup.config.objective).is_masked
 
         def positions(drawn: Drawn) -> tuple[jax.Array, jax.Array]:
             return critic_positions(
@@ -178,7 +160,7 @@ def filled(setup: Any, network: Network, params: Params, *rows: jax.Array) -> ja
     vectors, shown tokens, lengths, holes, and one seed per row.
     """
     recommended = setup.config.sample
-    in_waves = "sampler" in network.heads and setup.config.objective.noise_process.is_masked
+    in_waves = "sampler" in network.heads and noise_process(setup.config.objective).is_masked
 
     def fill_rows(params: Params, *rows: jax.Array) -> jax.Array:
         hidden_BLD, shown_BL, length_B, is_hole_BL, seed_B = rows

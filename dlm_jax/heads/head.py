@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.config import ModelConfig
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import Drawn
 from dlm_jax.types import Network, Params
@@ -107,38 +108,31 @@ class Head:
 class BuiltInHead:
     """A head that a config can add to a model: its layers, its function and its training.
 
-    `config` arguments are sections of a config.
+    Its settings are fields of `dlm_jax.config.ModelConfig` and `dlm_jax.config.HeadsConfig`.
 
     Attributes:
       name: top-level name of the head's parameters; must end in ``_head``.
       switch: the key of ``[model]`` that adds the head.
       start: the key of ``[heads]`` with the first step at which the head is trained; empty if it
         trains from the first step.
-      model: settings of ``[model]`` by key, as `setting` fields. Their traits are ``OWN`` and
-        ``IDLE``, because published models have no such heads.
-      training: settings of ``[heads]`` by key, as `setting` fields.
       sampling: keys of ``[sample]`` that the head's training reads.
-      attention: values of ``model.attention_type`` that the head supports.
     """
 
     name: str
     switch: str
     start: str = ""
-    model: Mapping[str, Any] = {}
-    training: Mapping[str, Any] = {}
     sampling: tuple[str, ...] = ()
-    attention: tuple[str, ...] = ("bidirectional",)
 
     @property
     def key(self) -> str:
         """The head's name in `Network.heads` and in messages."""
         return self.name.removesuffix("_head")
 
-    def is_added(self, config: Any) -> bool:
+    def is_added(self, config: ModelConfig) -> bool:
         """Whether the section ``[model]`` adds the head."""
         return getattr(config, self.switch)
 
-    def layers(self, config: Any, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
+    def layers(self, config: ModelConfig, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
         """The layers by name, in order of initialisation, for the section ``[model]``.
 
         They are created by ``linear(fan_in, fan_out, scale=..., axes=...)`` and ``norm(size)``, as
@@ -146,7 +140,9 @@ class BuiltInHead:
         """
         raise NotImplementedError
 
-    def function(self, config: Any, layers_of: Callable[[Params], Any], readout: Any) -> Any:
+    def function(
+        self, config: ModelConfig, layers_of: Callable[[Params], Any], readout: Any
+    ) -> Any:
         """The entry of the head in `Network.heads`. ``layers_of(params)`` has the layers as
         attributes, and ``readout`` is `Network.readout`.
         """

@@ -9,15 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.config import HeadsConfig, ModelConfig
 from dlm_jax.diffusion.losses import Loss, divergence, hidden_of, nll, read_out
 from dlm_jax.diffusion.objectives import Drawn
+from dlm_jax.diffusion.processes import noise_process
 from dlm_jax.heads.head import BuiltInHead, Head
 from dlm_jax.sampling.propose import SamplerReadout
-from dlm_jax.settings import SettingError, setting
+from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
 SAMPLER = "sampler_head"
-REVEAL = 0.7
+REVEAL = HeadsConfig.sampler_reveal
 """Default of ``heads.sampler_reveal``, measured in benchmarks/results/sampler_head.md."""
 
 
@@ -27,48 +29,8 @@ class SamplerHead(BuiltInHead):
     name = SAMPLER
     switch = "add_sampler_head"
     start = "start_sampler_iteration"
-    attention = ("bidirectional", "block_causal")
-    model = {
-        "add_sampler_head": setting(
-            False,
-            "add a head that uses the neighbours of a hole, for coherent parallel filling",
-        ),
-        "sampler_context": setting(
-            1,
-            "number of neighbours on each side that the sampler head uses",
-            low=1,
-            high=2**6,
-        ),
-        "sampler_width": setting(
-            0, "inner size of the sampler head's MLP; 0: width", low=0, high=2**20
-        ),
-        "sampler_residual": setting(
-            False,
-            "add the sampler head's output, initially zero, to the hidden vector",
-        ),
-    }
-    training = {
-        "start_sampler_iteration": setting(
-            0, "number of steps before the sampler head starts to train", low=0
-        ),
-        "sampler_reveal": setting(
-            REVEAL,
-            "probability that the sampler head receives the true token of an adjacent hole, in "
-            "[0, 1]; with 0 the head has no use in sampling",
-            low=0,
-            high=1,
-            remedy=f"use {REVEAL}",
-        ),
-        "sampler_trunk_share": setting(
-            0.0,
-            "weight in the sampler head's loss of the divergence from the trunk's prediction given "
-            "the revealed tokens",
-            low=0,
-            high=1,
-        ),
-    }
 
-    def layers(self, config: Any, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
+    def layers(self, config: ModelConfig, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
         """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
 
         The LM head maps the MLP's features to logits. The input includes ``model.sampler_context``
@@ -87,7 +49,9 @@ class SamplerHead(BuiltInHead):
             "out_norm": norm(width),
         }
 
-    def function(self, config: Any, layers_of: Callable[[Params], Any], readout: Any) -> Any:
+    def function(
+        self, config: ModelConfig, layers_of: Callable[[Params], Any], readout: Any
+    ) -> Any:
         """The logits of the head; the nearest neighbour comes first, and missing ones are zero."""
 
         def features(layers: Any, inner_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
@@ -140,7 +104,7 @@ class SamplerHead(BuiltInHead):
         raise `SettingError`.
         """
         settings, mask_id = setup.config.heads, setup.mask_id
-        is_masked = setup.config.objective.noise_process.is_masked
+        is_masked = noise_process(setup.config.objective).is_masked
         share = settings.sampler_trunk_share
         if settings.sampler_reveal == 0:
             if not is_masked:

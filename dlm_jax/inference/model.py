@@ -27,7 +27,7 @@ from dlm_jax.data import (
     prefix_of,
 )
 from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
-from dlm_jax.diffusion.processes import Process
+from dlm_jax.diffusion.processes import Process, noise_process
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import (
     axes_of,
@@ -127,7 +127,7 @@ class Model:
         sampler head that was trained with revealed neighbours (``heads.sampler_reveal``).
         """
         is_trained = "sampler" in self.heads and "sampler" not in self.untrained
-        reveal = 1.0 if self.config is None else getattr(self.config.heads, "sampler_reveal", 1.0)
+        reveal = 1.0 if self.config is None else self.config.heads.sampler_reveal
         return is_trained and reveal > 0 and self.process.is_masked
 
     @property
@@ -139,7 +139,7 @@ class Model:
     @property
     def process(self) -> Process:
         """The forward process used in training; the masked process for a custom network."""
-        return (ObjectiveConfig() if self.config is None else self.config.objective).noise_process
+        return noise_process(ObjectiveConfig() if self.config is None else self.config.objective)
 
     @property
     def noise_ids(self) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from dlm_jax.config.rope import read_scaling
+from dlm_jax.config import RopeScaling, read_scaling
 from dlm_jax.model import ops
 from dlm_jax.model.kernels.split import shared_bias
 from dlm_jax.types import Window, live_positions
@@ -50,10 +51,31 @@ def rotary_angles(
     frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
     found = read_scaling(scaling)
     if found is not None:
-        frequencies *= jnp.asarray(found.multipliers(head_size, theta), jnp.float32)
+        frequencies *= jnp.asarray(rotary_multipliers(found, head_size, theta), jnp.float32)
     angles = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * frequencies[None, :]
     cos_LK, sin_LK = jnp.cos(angles), jnp.sin(angles)
     return (cos_LK, sin_LK) if found is None else (cos_LK * found.scale, sin_LK * found.scale)
+
+
+def rotary_multipliers(scaling: RopeScaling, head_size: int, theta: float) -> np.ndarray:
+    """The factor of the frequency of each pair, float64 ``[K/2]``."""
+
+    def pair_with(turns: float) -> float:
+        """The index of the pair that makes this number of turns."""
+        ratio = scaling.original / (turns * 2 * math.pi)
+        return head_size * math.log(ratio) / (2 * math.log(theta))
+
+    pair_K = np.arange(head_size // 2)
+    if scaling.kind == "linear":
+        unscaled_K = np.zeros(pair_K.size)
+    elif scaling.kind == "llama3":
+        turns_K = scaling.original * theta ** (-2 * pair_K / head_size) / (2 * math.pi)
+        unscaled_K = np.clip((turns_K - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    else:
+        first = max(math.floor(pair_with(scaling.high)), 0)
+        last = min(math.ceil(pair_with(scaling.low)), head_size - 1)
+        unscaled_K = 1 - np.clip((pair_K - first) / (last - first or 0.001), 0, 1)
+    return unscaled_K + (1 - unscaled_K) / scaling.factor
 
 
 def proportional_angles(

@@ -133,7 +133,7 @@ POLICIES: dict[str, Callable[..., Any]] = {
 }
 """Checkpoint policies by the value of ``model.remat``. The input of each block is always saved.
 
-``none`` saves everything. Names joined by ``+`` (see `dlm_jax.config.schema.NAMED`) save the values
+``none`` saves everything. Names joined by ``+`` (see `dlm_jax.config.NAMED`) save the values
 with these names, and ``auto`` saves the first of `AUTO` that fits. ``block`` saves nothing else, at
 the cost of a second forward pass. ``attention`` saves the output of attention, so that the kernel
 runs once. ``dots`` saves the outputs of attention and of every product with parameters, so that

@@ -14,6 +14,7 @@ from dlm_jax.published.directory import (
     restored,
     write_published,
 )
+from dlm_jax.published.families import UNPUBLISHED
 from dlm_jax.published.hub import fetched, hub_id, push_to_hub
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ChatTemplate",
     "Published",
     "TextTemplate",
+    "UNPUBLISHED",
     "chat_of",
     "check_template",
     "fetched",

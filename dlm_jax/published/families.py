@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_jax.config import ModelConfig, Trait, keys
+from dlm_jax.config import ModelConfig
 from dlm_jax.published import gemma, llada, qwen
 from dlm_jax.published.family import Family, FileFields
 from dlm_jax.settings import brief, closest
@@ -93,11 +93,19 @@ def expressed(family: Family, model: ModelConfig) -> ModelConfig:
     return family.read(FileFields(family.write(model), "config"))
 
 
+UNPUBLISHED = frozenset(
+    {"lora_rank", "lora_alpha", "lora_targets", "compute_dtype", "remat"}
+    | {"add_sampler_head", "sampler_context", "sampler_width", "sampler_residual"}
+    | {"add_critic_head"}
+)
+"""Settings of ``[model]`` that published models do not define."""
+
+
 def comparable(model: ModelConfig) -> dict[str, Any]:
     """The settings that affect the computation of a model, in canonical form."""
     said = dict(vars(model))
     said["kv_heads"] = model.kv_heads or model.heads
     said["head_size"] = model.size_of_head
-    for key in keys(Trait.IDLE):
-        del said[key.removeprefix("model.")]
+    for key in (UNPUBLISHED - {"lora_rank"}) | {"start_id"}:
+        del said[key]
     return said

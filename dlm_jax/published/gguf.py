@@ -17,8 +17,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dlm_jax.config import rope
+from dlm_jax.config import RopeScaling
 from dlm_jax.data.tokenizers import qwen_split
+from dlm_jax.model.attention import rotary_multipliers
 from dlm_jax.published.family import FileFields
 from dlm_jax.published.tensors import TensorLocation
 from dlm_jax.settings import SettingError
@@ -237,8 +238,8 @@ class GgufFile:
         if self.entries.pop("rope_freqs.weight", None) is None:
             return None
         divisors_K = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64)
-        found = rope.RopeScaling("llama3", float(divisors_K.max()), 8192.0, low=1.0, high=4.0)
-        wanted_K = found.multipliers(size, theta)
+        found = RopeScaling("llama3", float(divisors_K.max()), 8192.0, low=1.0, high=4.0)
+        wanted_K = rotary_multipliers(found, size, theta)
         if divisors_K.shape != wanted_K.shape or not np.allclose(1 / divisors_K, wanted_K, 1e-4):
             raise ValueError(
                 f"{self.path}: the tensor 'rope_freqs.weight' is not the scaling of Llama 3.1, "

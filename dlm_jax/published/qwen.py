@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_jax.config import ModelConfig, rope
+from dlm_jax.config import KINDS_OF_SCALING, ModelConfig, RopeScaling, read_scaling
 from dlm_jax.published.family import Family, FileFields
 
 SHAPE = {
@@ -58,8 +58,8 @@ def read_rope(fields: FileFields, settings: dict[str, Any]) -> dict[str, Any]:
     name, said = ("rope_scaling", older) if older else ("rope_parameters", newer)
     inner = FileFields(said, f"{fields.where}: {name}", f"{name}.")
     kind = inner.take("rope_type", str, inner.take("type", str, "default"))
-    if kind not in ("default", *rope.KINDS):
-        known = ", ".join(("default", *rope.KINDS))
+    if kind not in ("default", *KINDS_OF_SCALING):
+        known = ", ".join(("default", *KINDS_OF_SCALING))
         raise fields.refuse(name, said, f"is not implemented; only the types {known} are")
     share = inner.take("partial_rotary_factor", float, settings.get("rotary_share", 1.0))
     if share != 1 and "rotary_share" not in settings:
@@ -74,13 +74,13 @@ def read_rope(fields: FileFields, settings: dict[str, Any]) -> dict[str, Any]:
     return turns
 
 
-def _read_scaling(fields: FileFields, kind: str, longest: float) -> rope.RopeScaling:
+def _read_scaling(fields: FileFields, kind: str, longest: float) -> RopeScaling:
     """The scaling of the given kind; `longest` is the maximum row length, as in transformers."""
     if kind == "linear":
-        return rope.RopeScaling(kind, fields.take("factor", float))
+        return RopeScaling(kind, fields.take("factor", float))
     original = fields.take("original_max_position_embeddings", float, longest)
     if kind == "llama3":
-        return rope.RopeScaling(
+        return RopeScaling(
             kind,
             fields.take("factor", float),
             original,
@@ -95,7 +95,7 @@ def _read_scaling(fields: FileFields, kind: str, longest: float) -> rope.RopeSca
 
     part, whole = (fields.take(name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
     scale = scale_of(part) / scale_of(whole) if part and whole else scale_of(1.0)
-    return rope.RopeScaling(
+    return RopeScaling(
         kind,
         factor,
         original,
@@ -107,7 +107,7 @@ def _read_scaling(fields: FileFields, kind: str, longest: float) -> rope.RopeSca
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
     """The fields of config.json for the rotary frequencies; `read_rope` is the inverse."""
-    scaling = rope.read_scaling(model.rope_scaling)
+    scaling = read_scaling(model.rope_scaling)
     if scaling is None:
         return {"rope_theta": model.rope_theta, "rope_scaling": None}
     low, high = (
@@ -123,7 +123,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
         "scale": "attention_factor",
     }
     said: dict[str, Any] = {"rope_type": scaling.kind}
-    for setting in rope.KINDS[scaling.kind]:
+    for setting in KINDS_OF_SCALING[scaling.kind]:
         value = getattr(scaling, setting)
         is_whole = setting == "original" and value.is_integer()
         said[names[setting]] = int(value) if is_whole else value

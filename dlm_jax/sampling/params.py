@@ -17,13 +17,14 @@ from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, SLOTS, RuleTable, classes_of, shown_rule, with_rules
 from dlm_jax.sampling.transforms.transform import function_transform, is_greedy
-from dlm_jax.settings import Rule, Section, Trait, nearest
+from dlm_jax.settings import Rule, Setting, check_values, nearest
 
 
-class SamplingParams(Section):
+class SamplingParams:
     """Sampling settings of a row; in checkpoints, those that a model recommends."""
 
     table: ClassVar[RuleTable] = BUILT_IN
+    declared: ClassVar[Mapping[str, Setting]] = BUILT_IN.settings
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -32,7 +33,8 @@ class SamplingParams(Section):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
+        check_values(self, self.declared)
         for rule in (RowParams, *self.table.checks(self)):
             rule.check(self)
 
@@ -82,8 +84,6 @@ def params_of(table: RuleTable) -> type[SamplingParams]:
     namespace = {
         "table": table,
         "declared": table.settings,
-        "traits": dict.fromkeys(defaults, Trait.FREE),
-        "defaults": defaults,
         "__doc__": _BASE.__doc__,
     }
     return dataclasses.make_dataclass(

@@ -12,16 +12,44 @@ import numpy as np
 from jax.sharding import Mesh
 
 import dlm_jax.config as configs
-from dlm_jax.config import Config, Trait
+from dlm_jax.config import FREE, Config
+from dlm_jax.diffusion.processes import noise_process
 from dlm_jax.distributed.partitions import batch_sharding
 from dlm_jax.heads import HEADS
 from dlm_jax.randomness import settings
+from dlm_jax.settings import require
 from dlm_jax.store.files import program_facts
 from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.training.optimisers import learning_rate
 
 CONFIG = "config.toml"
 """Name of the config file of a run."""
+
+LOCAL = frozenset({"data.source", "data.cache_dir", "train.local_checkpoint_dir"})
+"""Settings that may differ between the processes of a run."""
+ONCE_SAVED = frozenset({"data.source", "train.init_from", "train.mask_like", "train.ignore_config"})
+"""Settings that a resumed run may change only after its first checkpoint."""
+
+
+def check_process(config: Config) -> None:
+    """Raises SettingError if the forward process does not exist or does not fit other settings."""
+    objective, name = config.objective, config.objective.process
+    if noise_process(objective).is_masked:
+        return
+    for key, value in {
+        "denoising_share": 0,
+        "proofreading_share": 0,
+        "time_weight": True,
+        "normaliser": "tokens",
+    }.items():
+        given, why = getattr(objective, key), f"requires objective.process='masked', not {name!r}"
+        require(given == value, f"objective.{key}", given, why, f"use {value!r}")
+    for why, is_refused in {
+        "model.attention_type='causal'": config.model.attention_type == "causal",
+        "heads.sampler_trunk_share": config.heads.sampler_trunk_share > 0,
+    }.items():
+        why = f"is not supported with {why}"
+        require(not is_refused, "objective.process", name, why, "use 'masked'")
 
 
 def check_parts(config: Config, mesh: Mesh) -> None:
@@ -100,8 +128,8 @@ def facts_of(config: Config) -> dict[str, Any]:
     """Values that all processes of a run must share: the program, the config without local paths,
     the version of JAX, and its settings.
     """
-    local, flat = configs.keys(Trait.LOCAL), configs.flat(configs.to_dict(config))
-    facts = {key: value for key, value in flat.items() if key not in local}
+    flat = configs.flat(configs.to_dict(config))
+    facts = {key: value for key, value in flat.items() if key not in LOCAL}
     # All processes look for local checkpoints together.
     facts["train.local_checkpoint_dir is set"] = bool(config.train.local_checkpoint_dir)
     return program_facts() | facts | {"version of jax": jax.__version__} | settings()
@@ -137,8 +165,8 @@ def _difference(meta: dict[str, Any], saved: dict[str, Any]) -> tuple[str, str] 
     # A head may be trained on rows that were filled with the recommended settings.
     heads = [head for head in HEADS if here[f"model.{head.switch}"]]
     trained = tuple(f"sample.{key}" for head in heads for key in head.sampling)
-    free = set(configs.keys(Trait.FREE)).difference(trained)
-    differing = [key for key in there if key not in free and here.get(key) != there[key]]
+    fixed = (set(there) - FREE).union(trained)
+    differing = [key for key in there if key in fixed and here.get(key) != there[key]]
     steps, most = here["train.steps"], there["train.steps"]
     if steps < most:
         what = f"with train.steps={most}, but this run has {steps}"
@@ -181,8 +209,8 @@ def check_begins_anew(asked: Config, out_dir: Path) -> None:
     else:
         here = configs.flat(configs.to_dict(asked))
         # Without a checkpoint, there is no checksum of the text to compare.
-        free = set(configs.keys(Trait.FREE)).difference(configs.keys(Trait.ONCE_SAVED))
-        differing = [key for key in here if key not in free and here[key] != there[key]]
+        fixed = (set(here) - FREE) | ONCE_SAVED
+        differing = [key for key in here if key in fixed and here[key] != there[key]]
         if not differing:
             return
         key = differing[0]

@@ -26,7 +26,7 @@ from dlm_jax.distributed.partitions import (
 )
 from dlm_jax.progress import waiting
 from dlm_jax.randomness import check_settings, key_of
-from dlm_jax.training.checks import check_model_fits, check_parts
+from dlm_jax.training.checks import check_model_fits, check_parts, check_process
 from dlm_jax.training.run import load_resolved, mesh_config, state_bytes
 from dlm_jax.training.tasks import Task, make_task
 from dlm_jax.training.train_step import TrainState, abstract_batch, make_train_step
@@ -108,6 +108,7 @@ def dry_run(
     If ``model.vocab_size`` is set, the corpus is not read.
     """
     check_settings()
+    check_process(config)
     devices = topology_devices(topology) if topology else None
     tokenizer = None
     if config.model.vocab_size == 0:

@@ -24,8 +24,7 @@ from jax.sharding import Mesh
 
 import dlm_jax.config as configs
 from dlm_jax import devices
-from dlm_jax.config import Config, MeshConfig, ModelConfig, Trait
-from dlm_jax.config.schema import INIT
+from dlm_jax.config import INIT, Config, MeshConfig, ModelConfig
 from dlm_jax.data import (
     CharacterTokenizer,
     Corpus,
@@ -53,6 +52,7 @@ from dlm_jax.heads import MAIN, Head
 from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.published import (
     KEPT,
+    UNPUBLISHED,
     ChatTemplate,
     fetched,
     is_published,
@@ -83,6 +83,7 @@ from dlm_jax.training.checks import (
     check_begins_anew,
     check_model_fits,
     check_parts,
+    check_process,
     check_same_run,
     check_writable,
     facts_of,
@@ -169,6 +170,12 @@ def _init_path(config: Config) -> str:
     return os.fspath(fetched(config.train.init_from, "train.init_from"))
 
 
+_CONVERTED = frozenset({"logit_alignment", "attention_type", "block_length", "start_id"})
+"""Settings of ``[model]`` that a causal model does not define for the diffusion model that it is
+converted to.
+"""
+
+
 def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     """The config with ``[model]`` from the published directory in train.init_from, and its
     tokenizer.
@@ -193,11 +200,11 @@ def adopted(config: Config) -> tuple[Config, Tokenizer | None]:
     )
     default, settings = ModelConfig(), {}
     is_turned = theirs.attention_type == "causal" != config.model.attention_type
-    own = Trait.OWN | (Trait.TURNED if is_turned else Trait.NONE)
-    for name, traits in ModelConfig.traits.items():
+    own = UNPUBLISHED | (_CONVERTED if is_turned else set())
+    for name in ModelConfig.declared:
         ours, other = getattr(config.model, name), getattr(theirs, name)
-        settings[name] = ours if traits & own else other
-        if not traits & own and ours not in (other, getattr(default, name)):
+        settings[name] = ours if name in own else other
+        if name not in own and ours not in (other, getattr(default, name)):
             raise ValueError(
                 f"train.init_from={source} has model.{name}={other!r}, but the config has "
                 f"{ours!r}; remove it"
@@ -473,11 +480,16 @@ def begin_with(
     return fresh | _laid_out(where, own, {name: params[name] for name in own})
 
 
+_ANY = UNPUBLISHED | {"block_length", "vocab_size", "start_id", "head_size", "mlp_width"}
+"""Settings of ``[model]`` that may differ from those of the model that a run begins with, as far as
+the shapes of the parameters are equal.
+"""
+
+
 def _check_settings(where: str, theirs: ModelConfig, model: ModelConfig) -> None:
-    for key in configs.keys(Trait.UNSEEN):
-        name = key.removeprefix("model.")
+    for name in ModelConfig.declared:
         given, ours = getattr(theirs, name), getattr(model, name)
-        if given != ours:
+        if given != ours and name not in _ANY:
             raise ValueError(
                 f"{where} has model.{name}={given!r}, but the config has {ours!r}; "
                 "use the [model] of its run"
@@ -1025,6 +1037,7 @@ def _checked_mesh(config: Config) -> Mesh:
     """The mesh of a config, after all checks that do not need data."""
     check_same_everywhere(facts_of(config))
     check_settings()
+    check_process(config)
     mesh = make_mesh(mesh_config(config, jax.devices()))
     compiler.options("train", mesh, config.mesh.compiler_options)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)

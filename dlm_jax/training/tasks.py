@@ -29,7 +29,7 @@ from dlm_jax.diffusion.objectives import (
     process_elbo,
     proofreading,
 )
-from dlm_jax.diffusion.processes import checked
+from dlm_jax.diffusion.processes import checked, noise_process
 from dlm_jax.distributed.partitions import axes_of
 from dlm_jax.heads import HEADS, MAIN, Head
 from dlm_jax.model.transformer import build
@@ -112,7 +112,7 @@ class Task:
             is_causal=setup.config.model.attention_type == "causal",
             mask_id=setup.mask_id,
             eos_id=setup.tokenizer.eos_id,
-            process=setup.config.objective.noise_process,
+            process=noise_process(setup.config.objective),
             noise_ids=setup.noise_ids,
         ).nats_B
 
@@ -245,7 +245,7 @@ def make_mixture(setup: Setup) -> Mixture:
         the model.
     """
     config, objective, model = setup.config, setup.config.objective, setup.config.model
-    has_canvases, process = model.attention_type == "canvas", objective.noise_process
+    has_canvases, process = model.attention_type == "canvas", noise_process(objective)
     if has_canvases and process.is_masked:
         raise SettingError(
             "objective.process",

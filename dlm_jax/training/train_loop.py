@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 import dlm_jax.config as configs
-from dlm_jax.config import Config, Trait
+from dlm_jax.config import Config
 from dlm_jax.data import train_batches
 from dlm_jax.diffusion.likelihood import num_scored
 from dlm_jax.diffusion.objectives import Batch
@@ -181,8 +181,8 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         report(line)
     for section, values in configs.differing(run.config).items():
         # The values that the tokenizer determines have been reported above.
-        told = configs.keys(Trait.FOUND)
-        shown = [f"{k}={_shown(v)}" for k, v in values.items() if f"{section}.{k}" not in told]
+        told = ("vocab_size", "start_id") if section == "model" else ()
+        shown = [f"{k}={_shown(v)}" for k, v in values.items() if k not in told]
         if shown:
             report(f"not default: [{section}] {' '.join(shown)}")
     steps = run.config.train.steps

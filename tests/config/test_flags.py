@@ -17,7 +17,7 @@ def test_help_explains_every_field():
     parser = argparse.ArgumentParser()
     configs.add_flags(parser)
     text = " ".join(parser.format_help().split())
-    for section, cls in configs.sections().items():
+    for section, cls in configs.SECTIONS.items():
         for name, setting in cls.declared.items():
             assert (f"--{section}.{name}" in text) != setting.is_preset
             assert len(setting.help) > 10, name
@@ -49,7 +49,7 @@ def test_every_key_that_is_true_or_false_has_an_opposite_and_no_other_has():
     parser = argparse.ArgumentParser()
     configs.add_flags(parser)
     options = {option for action in parser._actions for option in action.option_strings}
-    for key, setting in configs.declared().items():
+    for key, setting in configs.SETTINGS.items():
         is_flag = setting.annotation is bool and not setting.is_preset
         assert (f"--no-{key}" in options) == is_flag, key
 

@@ -5,7 +5,10 @@ import pytest
 
 import dlm_jax.config as configs
 from dlm_jax.config import Config
+from dlm_jax.diffusion.corruption import SCHEDULES
 from dlm_jax.inference.model import load
+from dlm_jax.published import UNPUBLISHED
+from dlm_jax.training.checks import LOCAL, ONCE_SAVED
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,7 +122,7 @@ def test_the_defaults_have_no_heads_and_train_what_there_is_from_the_start():
 
 
 def test_float16_is_refused_with_the_reason():
-    told = "model.compute_dtype='float16' is not one of .*; its range is too small .*'bfloat16'"
+    told = "model.compute_dtype='float16' is not one of .*; use 'bfloat16'; the range of float16 is"
     with pytest.raises(ValueError, match=told):
         configs.load(None, {"model.compute_dtype": "float16"})
     with pytest.raises(ValueError, match="dtype='float16' is not one of .*; its range is too"):
@@ -195,32 +198,34 @@ def test_every_shipped_config_loads_and_says_what_it_costs(path):
     header = text[: text.index("[")]
     for word in ("Command:", "Hardware:", "Time:", "Result:"):
         assert word in header
-    assert set(tomllib.loads(text)) <= set(configs.sections())
+    assert set(tomllib.loads(text)) <= set(configs.SECTIONS)
 
 
 def test_every_default_of_a_section_is_a_value_of_its_setting():
-    for key, setting in configs.declared().items():
+    for key, setting in configs.SETTINGS.items():
         assert setting.checked(setting.default) == setting.default, key
 
 
-@pytest.mark.parametrize(
-    ("trait", "keys"),
-    [
-        (configs.Trait.FOUND, {"model.vocab_size", "model.start_id"}),
-        (configs.Trait.LOCAL, {"data.source", "data.cache_dir", "train.local_checkpoint_dir"}),
-        (
-            configs.Trait.ONCE_SAVED,
-            {"data.source", "train.init_from", "train.mask_like", "train.ignore_config"},
-        ),
-    ],
-)
-def test_what_follows_from_a_setting_is_said_where_it_is_declared(trait, keys):
-    assert set(configs.keys(trait)) == keys
+def test_a_resumed_run_may_change_what_leaves_its_result_alone():
+    fixed = {key for key in configs.SETTINGS if key.startswith("train.")} - configs.FREE
+    assert fixed == {"train.batch_size", "train.accumulate", "train.seed"}
+    assert {key for key in configs.FREE if key.startswith(("model.", "data.", "optim."))} == {
+        "model.remat", "data.source", "data.cache_dir",
+    }  # fmt: skip
+
+
+def test_sets_of_settings_name_settings():
+    for keys in (LOCAL, ONCE_SAVED, {f"model.{key}" for key in UNPUBLISHED}):
+        assert keys <= set(configs.SETTINGS)
+
+
+def test_schedules_of_the_config_are_those_of_the_objectives():
+    assert set(configs.ObjectiveConfig.declared["schedule"].choices) == set(SCHEDULES)
 
 
 NUMBERS = [
     (key, setting.annotation)
-    for key, setting in configs.declared().items()
+    for key, setting in configs.SETTINGS.items()
     if setting.annotation in (int, float) and not key.startswith("sample.")
 ]
 """The numbers of a run; those of `sample.` have tests of their own, as settings of a request."""

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import toy
 
+from dlm_jax.config import ObjectiveConfig
 from dlm_jax.diffusion.corruption import LINEAR, SCHEDULES
 from dlm_jax.diffusion.objectives import (
     Batch,
     Drawn,
     Mixture,
-    ObjectiveConfig,
     at_random_length,
     denoising,
     elbo,

@@ -13,7 +13,7 @@ import stage_cases
 import toy
 from oracles.processes import Enumerated
 
-from dlm_jax.config import Config
+from dlm_jax.config import Config, HeadsConfig, ObjectiveConfig
 from dlm_jax.data import Setup
 from dlm_jax.diffusion import losses
 from dlm_jax.diffusion.corruption import COSINE, LINEAR
@@ -21,7 +21,6 @@ from dlm_jax.diffusion.likelihood import costs
 from dlm_jax.diffusion.objectives import (
     Batch,
     Drawn,
-    ObjectiveConfig,
     noised_at,
     process_costs,
     process_elbo,
@@ -35,9 +34,11 @@ from dlm_jax.diffusion.processes import (
     Uniform,
     checked,
     divergence,
+    noise_process,
     process_of,
 )
 from dlm_jax.settings import Setting, per_row, rule
+from dlm_jax.training.checks import check_process
 from dlm_jax.training.tasks import make_mixture
 from dlm_jax.types import Network
 
@@ -260,9 +261,9 @@ def test_a_config_without_a_process_has_the_objective_of_before():
     )
     ((name, objective),) = make_mixture(setup).objectives.items()
     assert name == "elbo" and objective.loss is None
-    assert isinstance(ObjectiveConfig().noise_process, Masked)
+    assert isinstance(noise_process(ObjectiveConfig()), Masked)
     noisy = ObjectiveConfig(process="mixed", process_settings=("uniform_share=0.2",))
-    assert noisy.noise_process == Mixed(uniform_share=0.2)
+    assert noise_process(noisy) == Mixed(uniform_share=0.2)
     setup = replace(setup, config=replace(setup.config, objective=noisy))
     assert make_mixture(setup).objectives["elbo"].loss is not None
 
@@ -309,23 +310,32 @@ def test_settings_of_a_process_have_the_values_that_their_names_stand_for():
     assert process_of(f"{__name__}:Chosen", ("kind=two",)).kind == 2.0
 
 
+def _checks(share: float = 0.0, **objective):
+    heads = HeadsConfig(sampler_trunk_share=share)
+    return lambda: check_process(Config(objective=ObjectiveConfig(**objective), heads=heads))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ObjectiveConfig(process="unifrm"), "objective.process='unifrm' is not one of"),
-        (lambda: ObjectiveConfig(process="no.such:Thing"), "cannot be imported"),
-        (lambda: ObjectiveConfig(process="math:pi"), "is not a process"),
+        (_checks(process="unifrm"), "objective.process='unifrm' is not one of"),
+        (_checks(process="no.such:Thing"), "cannot be imported"),
+        (_checks(process="math:pi"), "is not a process"),
         (
-            lambda: ObjectiveConfig(process="uniform", process_settings=("uniform_share=0.1",)),
+            _checks(process="uniform", process_settings=("uniform_share=0.1",)),
             "has 'uniform_share', which objective.process='uniform' does not have",
         ),
         (
-            lambda: ObjectiveConfig(process="mixed", process_settings=("uniform_share=1",)),
+            _checks(process="mixed", process_settings=("uniform_share=1",)),
             "uniform_share=1.0 is outside",
         ),
         (
-            lambda: ObjectiveConfig(process="uniform", denoising_share=0.5),
+            _checks(process="uniform", denoising_share=0.5),
             "objective.denoising_share=0.5 requires objective.process='masked'",
+        ),
+        (
+            _checks(0.5, process="uniform"),
+            "objective.process='uniform' is not supported with heads.sampler_trunk_share",
         ),
         (lambda: checked(Sticky(), "own:Sticky"), "does not decrease from 1"),
         (lambda: checked(Shrinking(), "own:Shrinking"), "decreases faster"),

@@ -176,11 +176,12 @@ def test_logits_are_those_of_the_directory_with_the_dequantised_tensors(name, qu
 
 
 def test_the_scaling_of_llama_3_is_found_from_its_divisors(tmp_path):
-    from dlm_jax.config.rope import RopeScaling
+    from dlm_jax.config import RopeScaling
+    from dlm_jax.model.attention import rotary_multipliers
 
     size = WIDTH // HEADS
     scaling = RopeScaling("llama3", 8.0, 8192.0, 1.0, 4.0)
-    divisors = (1 / scaling.multipliers(size, 5000.0)).astype(np.float32)
+    divisors = (1 / rotary_multipliers(scaling, size, 5000.0)).astype(np.float32)
     _write(tmp_path / "a.gguf", "llama", _tensors("llama"), **{"rope_freqs.weight": divisors})
     assert dlm_jax.load(tmp_path / "a.gguf").config.model.rope_scaling == str(scaling)
     _write(tmp_path / "b.gguf", "llama", _tensors("llama"), **{"rope_freqs.weight": divisors**2})

@@ -116,12 +116,12 @@ def test_without_a_source_the_state_is_as_it_was():
 @pytest.mark.parametrize(
     ("theirs", "ours", "message"),
     [
-        ({"width": 32}, {}, "has blocks/attention/key/kernel of shape (2, 32, 32), but the"),
-        ({"depth": 1}, {}, "of shape (1, 16, 16), but the config requires (2, 16, 16)"),
+        ({"width": 32}, {}, "has model.width=32, but the config has 16; use the"),
+        ({"depth": 1}, {}, "has model.depth=1, but the config has 2; use the [model]"),
         ({"vocab_size": TOKENIZER.vocab_size + 4}, {}, "has embedding of shape"),
-        ({"tied_head": False}, {}, "is a different kind of model: only one of the two has head"),
-        ({}, {"tied_head": False}, "is a different kind of model: only one of the two has head"),
-        ({"qk_norm": False}, {}, "has a different kind of blocks; use the [model] of its run"),
+        ({"tied_head": False}, {}, "has model.tied_head=False, but the config has True; use"),
+        ({"mlp_width": 8}, {}, "of shape (2, 8, 16), but the config requires (2, 64, 16)"),
+        ({"qk_norm": False}, {}, "has model.qk_norm=False, but the config has True; use the"),
         (
             {"activation": "gelu"},
             {},

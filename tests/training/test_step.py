@@ -14,10 +14,10 @@ import pytest
 import stage_cases as cases
 import toy
 
-from dlm_jax.config import OptimConfig
+from dlm_jax.config import ObjectiveConfig, OptimConfig
 from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.likelihood import costs
-from dlm_jax.diffusion.objectives import Batch, Drawn, Mixture, ObjectiveConfig, denoising, elbo
+from dlm_jax.diffusion.objectives import Batch, Drawn, Mixture, denoising, elbo
 from dlm_jax.training.train_step import (
     TrainState,
     abstract_state,

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.config import ObjectiveConfig
 from dlm_jax.settings import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -267,6 +268,11 @@ def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
                 raise
             raise SettingError(key, text, "is not a number", "use a number, such as 0.1") from None
     return cls(**values)
+
+
+def noise_process(objective: ObjectiveConfig) -> Process:
+    """The forward process of a config; raises SettingError as `process_of`."""
+    return process_of(objective.process, objective.process_settings)
 
 
 def _parsed(kind: type, text: str) -> object:

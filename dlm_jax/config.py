@@ -1,0 +1,1266 @@
+"""The config of a run: typed sections, read from TOML files, checkpoints and flags.
+
+Each setting is a field of its section, made with `setting`. A config file has one table per section
+(``[model]``, ``[data]``, ...), and flags are dotted names (``--train.steps 100``). A boolean
+setting has two flags that need no value, such as ``--model.qkv_bias`` and ``--no-model.qkv_bias``.
+Unknown keys and invalid values raise an error that names the key, the value and the remedy. Checks
+that need more than the config are in the rooms that read it.
+
+The keys of ``[sample]`` are generated from the rules of `dlm_jax.sampling`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import operator
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import msgspec
+
+from dlm_jax.moved import moved
+from dlm_jax.sampling.params import SamplingParams, layered, resolve
+from dlm_jax.settings import (
+    ABOVE_ZERO,
+    BELOW_ONE,
+    UNSET,
+    Setting,
+    SettingError,
+    check_values,
+    closest,
+    renamed,
+    require,
+)
+
+__all__ = [
+    "Config", "DataConfig", "HeadsConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig",
+    "OptimConfig", "SamplingParams", "TRACKERS", "TrainConfig", "add_flags", "add_sample_flags",
+    "differing", "flat", "from_dict", "from_saved", "layered", "load", "override", "parse_flags",
+    "resolve", "sample_settings", "shipped", "to_dict", "to_toml",
+]  # fmt: skip
+
+
+Natural = Annotated[int, {"low": 0}]
+Positive = Annotated[int, {"low": 1}]
+Devices = Annotated[int, {"low": 1, "high": 2**20}]
+NonNegative = Annotated[float, {"low": 0}]
+AboveZero = Annotated[float, {"low": ABOVE_ZERO}]
+Share = Annotated[float, {"low": 0, "high": 1}]
+ShareAboveZero = Annotated[float, {"low": ABOVE_ZERO, "high": 1}]
+ShareBelowOne = Annotated[float, {"low": 0, "high": BELOW_ONE}]
+Texts = tuple[str, ...]
+
+
+def setting(default: Any, help: str, **limits: Any) -> Any:
+    """A field of a section. `limits` are attributes of its `Setting` besides those of its type."""
+    if "choices" in limits:
+        limits["choices"] = {name: name for name in limits["choices"]}
+    metadata = {"setting": Setting("", default, help, **limits)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Section:
+    """A section of a config, whose values are validated on construction. ``declared`` has its
+    settings by key.
+    """
+
+    declared: ClassVar[Mapping[str, Setting]] = {}
+
+    def __init_subclass__(cls, name: str, is_free: bool = False):
+        hints, declared = typing.get_type_hints(cls, include_extras=True), {}
+        for key, field in vars(cls).items():
+            if isinstance(field, dataclasses.Field):
+                limits = {"name": f"{name}.{key}"} | ({"is_free": True} if is_free else {})
+                limits |= getattr(hints[key], "__metadata__", ({},))[0]
+                if typing.get_origin(hints[key]) is tuple:
+                    limits |= {"hint": hints[key], "parse": tuple}
+                declared[key] = dataclasses.replace(field.metadata["setting"], **limits)
+        cls.declared = declared
+
+    def __post_init__(self) -> None:
+        check_values(self, self.declared)
+        self.check()
+
+    def check(self) -> None:
+        """Raises SettingError for contradictory values."""
+
+    def require(self, condition: bool, key: str, why: str, remedy: str = "") -> None:
+        """Raises SettingError about the value of a key unless `condition` is true."""
+        require(condition, self.declared[key].name, getattr(self, key), why, remedy)
+
+    def require_names(self, key: str, known: Sequence[str], *, is_once: bool = True) -> None:
+        """Raises SettingError unless the values of a list are known and, by default, different."""
+        values = getattr(self, key)
+        for value in values:
+            why = f"has {value!r}, which is not one of {', '.join(known)}"
+            advice = f"did you mean {closest(str(value), known)!r}?"
+            require(value in known, self.declared[key].name, UNSET, why, advice)
+        is_repeated = is_once and len(set(values)) < len(values)
+        self.require(not is_repeated, key, "has duplicates", "name each once")
+
+
+@dataclass(frozen=True)
+class HeadsConfig(Section, name="heads"):
+    """Training of heads: the settings of each built-in head, and those that all heads share."""
+
+    start_sampler_iteration: Natural = setting(0, "steps before the sampler head starts to train")
+    sampler_reveal: Share = setting(
+        0.7,
+        "probability that the sampler head receives the true token of an adjacent hole, in [0, 1]; "
+        "with 0 the head has no use in sampling",
+        remedy="use 0.7",
+    )
+    sampler_trunk_share: Share = setting(
+        0.0,
+        "weight in the sampler head's loss of the divergence from the trunk's prediction given the "
+        "revealed tokens",
+    )
+    start_critic_iteration: Natural = setting(0, "steps before the critic starts to train")
+    end_critic_iteration: Natural = setting(
+        0,
+        "step at which the critic's loss reaches its full weight; if this is not after the start, "
+        "the weight is full from the start",
+    )
+    critic_alpha: NonNegative = setting(0.5, "full weight of the critic's loss, >= 0")
+    critic_masked_only: bool = setting(
+        False, "train the critic only on filled holes, not on the text around them"
+    )
+    train_main: bool = setting(
+        True, "train the model; false: only heads are trained, on the model of train.init_from"
+    )
+    learning_rate: AboveZero = setting(3e-3, "peak learning rate for the heads (AdamW)")
+    weight_decay: NonNegative = setting(0.0, "decoupled weight decay of the heads' matrices")
+    warmup_steps: Natural = setting(50, "steps of linear warm-up from the start of each head")
+    clip: AboveZero = setting(
+        1.0, "gradient norm of a head above which its gradient is scaled down"
+    )
+
+
+@dataclass(frozen=True)
+class OptimConfig(Section, name="optim"):
+    """The optimiser and its learning-rate schedule."""
+
+    name: str = setting(
+        "muon",
+        "muon (with Adam for embeddings and norms), or adamw for all parameters",
+        choices=("muon", "adamw"),
+    )
+    learning_rate: AboveZero = setting(
+        0.02, "peak learning rate for the matrices (muon) or for all parameters (adamw)"
+    )
+    adam_learning_rate: AboveZero = setting(
+        3e-3, "with muon: peak learning rate for the parameters that Adam trains"
+    )
+    final_ratio: Share = setting(
+        0.0, "final learning rate of the cosine schedule, as a fraction of the peak"
+    )
+    warmup_steps: Natural = setting(50, "number of steps of linear warm-up from 0")
+    weight_decay: NonNegative = setting(0.0, "decoupled weight decay of matrices")
+    b1: ShareBelowOne = setting(0.9, "decay rate of Adam's mean of gradients")
+    b2: ShareBelowOne = setting(0.95, "decay rate of Adam's mean of squared gradients")
+    muon_momentum: ShareBelowOne = setting(0.95, "muon's momentum")
+    clip: AboveZero = setting(1.0, "global gradient norm above which gradients are scaled down")
+    ema_decay: ShareBelowOne = setting(
+        0.0, "decay of a moving average of the parameters, used for sampling; 0: no average"
+    )
+
+
+TRACKERS = ("tensorboard", "wandb")
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section, name="train"):
+    """The training run: steps, output paths, and intervals of logs, evaluations and checkpoints."""
+
+    out_dir: str = setting(
+        "runs/default", "directory of checkpoints, metrics and plots", is_free=True
+    )
+    init_from: str = setting(
+        "",
+        "run, weights file, published directory, Hub id or shipped model with the initial "
+        "parameters; empty: random parameters",
+        is_free=True,
+    )
+    mask_like: str = setting(
+        "",
+        "token of a published causal model without MASK, whose embedding MASK begins with; empty: "
+        "the mean of all embeddings, or those of a free id",
+        is_free=True,
+    )
+    ignore_config: Texts = setting(
+        (), "unread config fields of the published init_from, as in --ignore-config", is_free=True
+    )
+    steps: Positive = setting(1000, "optimiser steps", is_free=True)  # upwards
+    batch_size: Positive = setting(
+        32, "number of rows per step, over all devices and processes", high=2**20
+    )
+    accumulate: Positive = setting(
+        1,
+        "number of microbatches per step, which run sequentially to save memory; the result is the "
+        "same",
+        high=2**20,
+    )
+    seed: Natural = setting(
+        0, "random seed of the parameters, the data order and the noise", high=2**32 - 1
+    )
+    log_every: Positive = setting(10, "steps between two lines of metrics", is_free=True)
+    eval_every: Natural = setting(
+        250, "steps between evaluations on held-out text; 0: only at the end", is_free=True
+    )
+    eval_windows: Positive = setting(
+        256, "maximum number of held-out windows per evaluation", is_free=True
+    )
+    sample_every: Natural = setting(
+        0, "steps between samples during training; 0: only at the end", is_free=True
+    )
+    trackers: Texts = setting(
+        (),
+        "additional metric trackers: tensorboard (event files in out_dir) and wandb; each "
+        "requires the extra of the same name",
+        is_free=True,
+    )
+    checkpoint_dir: str = setting(
+        "", "directory or URL (gs://, s3://) of checkpoints; empty: in out_dir", is_free=True
+    )
+    checkpoint_every: Natural = setting(
+        250, "steps between checkpoints; 0: only at the end", is_free=True
+    )
+    local_checkpoint_dir: str = setting(
+        "", "directory on a disk of each host for more checkpoints (docs/pods.md)", is_free=True
+    )
+    local_checkpoint_every: Positive = setting(
+        50, "steps between checkpoints in local_checkpoint_dir", is_free=True
+    )
+    keep_checkpoints: Positive = setting(2, "number of newest checkpoints to keep", is_free=True)
+
+    def check(self) -> None:
+        for name in self.ignore_config:
+            is_name = isinstance(name, str) and name.strip() == name != ""
+            require(is_name, "train.ignore_config", name, "is not the name of a field", "remove it")
+        why = f"does not divide train.batch_size={self.batch_size}"
+        is_divisor = self.batch_size % self.accumulate == 0
+        self.require(is_divisor, "accumulate", why, "use a divisor")
+        self.require(self.out_dir != "", "out_dir", "is empty", "name a directory")
+        self.require_names("trackers", TRACKERS)
+
+
+INIT = "init"
+"""The value of ``data.tokenizer`` that selects the tokenizer of ``train.init_from``."""
+
+
+@dataclass(frozen=True)
+class DataConfig(Section, name="data"):
+    """Training text and its tokenizer."""
+
+    source: Texts = setting(
+        ("python-reference",),
+        "UTF-8 or JSONL files or globs, or python-reference (the language reference inside "
+        "CPython), python-source (its standard library) or tinyshakespeare; or sharded corpora, "
+        "directories or URLs (gs://, s3://)",
+        is_free=True,
+    )
+    weights: tuple[float, ...] = setting(
+        (), "fraction of rows from each sharded corpus; empty: proportional to its size in tokens"
+    )
+    tokenizer: str = setting(
+        "character",
+        "character: characters of the corpus; byte: the 256 bytes; bpe:N: trained on the corpus; "
+        "init: from train.init_from; corpus: from shards; or the path of a tokenizer.json",
+    )
+    new_characters: str = setting(
+        "add",
+        "with tokenizer=init and a character model: add new characters of the corpus, with new "
+        "embeddings, and report them (add), or raise an error (refuse)",
+        choices=("add", "refuse"),
+    )
+    layout: str = setting(
+        "windows",
+        "a row is a window of the packed text, or a document",
+        choices=("windows", "documents"),
+    )
+    tail: str = setting(
+        "eos",
+        "documents: padding of a row; eos is a training target, so that the model learns to stop",
+        choices=("eos", "pad"),
+    )
+    seq_len: int = setting(128, "number of tokens per training row (L)", low=2, high=2**20)
+    held_out: float = setting(
+        0.05, "fraction of the corpus held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
+    )
+    cache_dir: str = setting(
+        "", "directory of token files; empty: $DLM_JAX_CACHE or ~/.cache", is_free=True
+    )
+
+    def check(self) -> None:
+        advice = "pass a file, a glob or python-reference"
+        self.require(len(self.source) > 0, "source", "is empty", advice)
+
+
+KINDS_OF_SCALING = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original", "low", "high"),
+    "yarn": ("factor", "original", "low", "high", "scale"),
+}
+"""The kinds of scaling of rotary frequencies, with their numbers."""
+
+
+class RopeScaling(NamedTuple):
+    """A scaling of rotary frequencies, for rows that are longer than those of the training.
+
+    Attributes:
+      kind: ``linear``, ``llama3`` (Llama 3.1) or ``yarn`` (Peng et al. 2023).
+      factor: divisor of the low frequencies; with ``linear``, of all frequencies.
+      original: row length of the training. A pair makes ``original * frequency / 2 pi`` turns over
+        such a row.
+      low: number of turns up to which a frequency is divided by `factor`.
+      high: number of turns from which a frequency is unchanged. In between, ``llama3``
+        interpolates in the number of turns, and ``yarn`` in the index of the pair.
+      scale: factor of queries and keys after the rotation.
+    """
+
+    kind: str
+    factor: float
+    original: float = 1.0
+    low: float = 1.0
+    high: float = 2.0
+    scale: float = 1.0
+
+    def __str__(self) -> str:
+        numbers = (f"{name}={getattr(self, name)!r}" for name in KINDS_OF_SCALING[self.kind])
+        return f"{self.kind}:{','.join(numbers)}"
+
+
+def read_scaling(text: Any) -> RopeScaling | None:
+    """The scaling of a text such as ``llama3:factor=8,original=8192,low=1,high=4``; None for ''."""
+    if text == "":
+        return None
+    kind, _, rest = str(text).partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",")]
+    if [name for name, _, _ in pairs] == list(KINDS_OF_SCALING.get(kind, ())):
+        try:
+            scaling = RopeScaling(kind, **{name: float(value) for name, _, value in pairs})
+        except ValueError:
+            scaling = RopeScaling(kind, 0.0)
+        if all(0 < value < math.inf for value in scaling[1:]) and scaling.low < scaling.high:
+            return scaling
+    known = " or ".join(
+        f"{kind}:{','.join(f'{name}=NUMBER' for name in names)}"
+        for kind, names in KINDS_OF_SCALING.items()
+    )
+    why = "is not a scaling of positive numbers with low < high"
+    raise SettingError("model.rope_scaling", text, why, f"write {known}")
+
+
+REMATS = ("none", "block", "attention", "dots", "offload", "auto")
+"""Values of ``model.remat`` besides names joined by ``+``."""
+
+NAMED = ("attention", "query", "key", "value", "gathered", "middle", "gate", "up")
+"""Values inside a block that ``model.remat`` may name.
+
+``gathered`` are the keys and values of all devices along the mesh axis ``context``.
+"""
+
+_MOST_HEADS = 2**12
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section, name="model"):
+    """The Transformer, from GPT-like to LLaMA-like, and its heads."""
+
+    head_size: Natural = setting(0, "size of one attention head; 0: width / heads")
+    rotary_share: ShareAboveZero = setting(
+        1.0, "fraction of each head that RoPE rotates, from its start, in (0, 1]"
+    )
+    logit_alignment: str = setting(
+        "same",
+        "output that predicts the token at a position: same (the output at this position) or "
+        "shifted (the output at the previous position; the first position uses its own, and has no "
+        "prediction in a causal model, which then has no start_id)",
+        choices=("same", "shifted"),
+    )
+    experts: Natural = setting(0, "number of experts that replace the MLP; 0: a plain MLP")
+    experts_per_token: Natural = setting(0, "experts per token")
+    expert_width: Natural = setting(0, "inner size of one expert (swiglu)")
+    shared_width: Natural = setting(
+        0, "inner size of the shared expert, which every token uses; 0: no shared expert"
+    )
+    dense_layers: Natural = setting(
+        0, "number of blocks at the start that have a plain MLP instead of experts"
+    )
+    router_score: str = setting(
+        "softmax",
+        "score of an expert for a token: softmax over all experts, or sigmoid of each score",
+        choices=("softmax", "sigmoid"),
+    )
+    router_groups: Positive = setting(
+        1, "groups of experts; router_groups_kept of them are selected first"
+    )
+    router_groups_kept: Positive = setting(
+        1, "number of groups from which the experts of a token are selected"
+    )
+    router_bias: str = setting(
+        "none",
+        "bias on the score of each expert: none, choice (only for the selection) or weight (also "
+        "for the output weight)",
+        choices=("none", "choice", "weight"),
+    )
+    router_normalised: bool = setting(
+        False, "normalise the weights of a token's experts to sum to 1"
+    )
+    router_scale: AboveZero = setting(
+        1.0, "factor that multiplies the weights of a token's experts"
+    )
+    router_scales: bool = setting(
+        False,
+        "the router normalises and scales its input, and the weight of each expert is scaled",
+    )
+    experts_beside: bool = setting(
+        False, "add the experts to the MLP instead of replacing it; requires post_norms"
+    )
+
+    lora_rank: Natural = setting(
+        0,
+        "rank of LoRA adapters, which are trained instead of the model; 0: none (docs/training.md)",
+    )
+    lora_alpha: AboveZero = setting(16.0, "adapters are scaled by lora_alpha / lora_rank")
+    lora_targets: Texts = setting(
+        ("query", "value"),
+        "block matrices that have adapters: query, key, value, out, gate, up, down; mask: the "
+        "embedding of the last id, which is added if a causal model without MASK is converted",
+    )
+
+    depth: Positive = setting(6, "number of Transformer blocks", high=2**12)
+    width: Positive = setting(128, "size of the hidden vectors (D)", high=2**17)
+    heads: Positive = setting(4, "number of attention heads, a divisor of width", high=_MOST_HEADS)
+    kv_heads: Natural = setting(
+        0,
+        "number of key/value heads, shared by groups of heads; 0: same as heads",
+        high=_MOST_HEADS,
+    )
+    mlp_width: Natural = setting(
+        0,
+        "inner size of the MLP; 0: 4 * width (gated: 8/3 * width, as a multiple of 8)",
+        high=2**20,
+    )
+    activation: str = setting(
+        "relu2",
+        "MLP non-linearity: relu2 (squared ReLU), gelu (tanh form), swiglu, or geglu (gated GELU)",
+        choices=("relu2", "gelu", "swiglu", "geglu"),
+    )
+    norm: str = setting("rms", "normalisation: rms (RMSNorm) or layer", choices=("rms", "layer"))
+    norm_epsilon: AboveZero = setting(
+        1e-5, "epsilon added to the mean square or variance in a norm"
+    )
+    qk_norm: bool = setting(True, "RMSNorm of queries and keys in each head, before RoPE")
+    qkv_bias: bool = setting(False, "biases on the query, key and value projections")
+    rope_theta: AboveZero = setting(10000.0, "base of the rotary position frequencies")
+    rope_scaling: str = setting(
+        "",
+        "scaling of the rotary frequencies: linear:factor=F, "
+        "llama3:factor=F,original=LENGTH,low=TURNS,high=TURNS or "
+        "yarn:factor=F,original=LENGTH,low=TURNS,high=TURNS,scale=S; empty: none",
+        parse=lambda text: str(read_scaling(text) or ""),
+    )
+    tied_head: bool = setting(True, "the LM head is the transposed embedding table")
+    attention_type: str = setting(
+        "bidirectional",
+        "bidirectional, causal (an autoregressive model), block_causal (a position attends to its "
+        "own and earlier blocks) or canvas (a causal text, followed by a canvas that attends to "
+        "the text and itself)",
+        choices=("bidirectional", "causal", "block_causal", "canvas"),
+    )
+    block_length: Natural = setting(
+        0,
+        "block_causal: number of positions per block, from the start of the row; canvas: number of "
+        "positions per canvas; at least 2",
+    )
+    attention_window: Natural = setting(
+        0, "canvas: attention window over the text in sliding layers; 0: unlimited"
+    )
+    full_every: Natural = setting(
+        0,
+        "canvas: every n-th layer attends to all positions (full layer), and the other layers "
+        "attend within attention_window; 0: all layers are full",
+    )
+    full_head_size: Natural = setting(0, "head_size of the full layers; 0: same as head_size")
+    full_kv_heads: Natural = setting(
+        0, "kv_heads of the full layers; 0: same as kv_heads", high=_MOST_HEADS
+    )
+    full_rope_theta: NonNegative = setting(
+        0.0, "rope_theta of the full layers; 0: same as rope_theta"
+    )
+    full_rotary_share: ShareAboveZero = setting(
+        1.0,
+        "fraction of the rotary pairs that are rotated in full layers, highest frequencies first",
+    )
+    full_value_from_key: bool = setting(
+        False, "full layers use their keys as values, before norm and RoPE"
+    )
+    attention_scale: NonNegative = setting(
+        0.0, "scale of the attention scores; 0: head_size ** -0.5"
+    )
+    value_norm: bool = setting(False, "RMSNorm of values in each head, without a learned scale")
+    post_norms: bool = setting(
+        False, "also normalise the outputs of attention and the MLP before they are added"
+    )
+    layer_scales: bool = setting(
+        False,
+        "canvas: each block scales its output, with separate factors for the text and the canvas",
+    )
+    embedding_scaled: bool = setting(False, "embeddings are multiplied by sqrt(width)")
+    logit_cap: NonNegative = setting(
+        0.0, "logits are capped as cap * tanh(logits / cap); 0: no cap"
+    )
+    self_conditioning: bool = setting(
+        False, "canvas: embeddings also depend on the predictions of the previous step"
+    )
+    vocab_size: Natural = setting(
+        0, "number of logits; 0: size of the tokenizer's vocabulary", high=2**22
+    )
+    start_id: int = setting(
+        -1, "causal: id before the first token; -1: the tokenizer's MASK", low=-1
+    )
+    compute_dtype: str = setting(
+        "float32",
+        "dtype of activations; parameters, norms and softmax remain float32; the range of float16 "
+        "is too small for gradients without loss scaling",
+        choices=("float32", "bfloat16"),
+        remedy="use 'bfloat16'; the range of float16 is too small for activations and gradients",
+    )
+    remat: str = setting(
+        "none",
+        "values that the backward pass recomputes to save memory: none, block (everything), "
+        "attention (all except the output of attention), dots (all except matrix products), "
+        "offload (everything; inputs of blocks are kept in host memory), or all except the names "
+        f"joined by +: {', '.join(NAMED)}; auto: the first of "
+        "attention+query+key+value+middle+gate+up (on GPUs), attention+gate+up, attention and "
+        "block that fills at most a third of an accelerator's memory",
+        is_free=True,
+    )
+
+    add_sampler_head: bool = setting(
+        False, "add a head that uses the neighbours of a hole, for coherent parallel filling"
+    )
+    sampler_context: Positive = setting(
+        1, "number of neighbours on each side that the sampler head uses", high=2**6
+    )
+    sampler_width: Natural = setting(
+        0, "inner size of the sampler head's MLP; 0: width", high=2**20
+    )
+    sampler_residual: bool = setting(
+        False, "add the sampler head's output, initially zero, to the hidden vector"
+    )
+    add_critic_head: bool = setting(
+        False, "add a head that predicts which tokens of a text are wrong"
+    )
+
+    @property
+    def size_of_head(self) -> int:
+        return self.head_size or self.width // self.heads
+
+    @property
+    def has_start(self) -> bool:
+        """Whether the input of the network is ``start_id`` and all tokens except the last."""
+        return self.attention_type == "causal" and self.logit_alignment == "same"
+
+    @property
+    def predicts_first(self) -> bool:
+        """Whether the network predicts the first token of a row (`Network.predicts_first`)."""
+        return self.attention_type != "causal" or self.has_start
+
+    @property
+    def rotary_size(self) -> int:
+        return int(self.size_of_head * self.rotary_share)
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def layers(self) -> dict[str, tuple[int, ...]]:
+        """The layer indices of each stack of blocks, in the order of the stack's parameters."""
+        first, every = self.dense_layers, self.full_every
+        full = tuple(range(every - 1, self.depth, every)) if every else ()
+        rest = tuple(at for at in range(first, self.depth) if at not in full)
+        return {"dense_blocks": tuple(range(first)), "blocks": rest, "full_blocks": full}
+
+    @property
+    def inner_width(self) -> int:
+        gated = 8 * -(-self.width // 3)
+        return self.mlp_width or (gated if self.is_gated else 4 * self.width)
+
+    def check(self) -> None:
+        is_inside = self.start_id < (self.vocab_size or math.inf)
+        self.require(is_inside, "start_id", "is outside the vocabulary", "use -1")
+        self.require(len(self.lora_targets) > 0, "lora_targets", "is empty", "use query,value")
+        names = self.remat.split("+")
+        self.require(
+            self.remat in REMATS or (set(names) <= set(NAMED) and len(set(names)) == len(names)),
+            "remat",
+            f"is neither one of {', '.join(REMATS)} nor some of {', '.join(NAMED)} joined by +",
+            "use auto",
+        )
+        self._check_attention()
+        if self.experts:
+            self._check_experts()
+
+    def _check_attention(self) -> None:
+        heads, kind = self.heads, self.attention_type
+        even = 2 * heads
+        self.require(
+            self.head_size > 0 or self.width % even == 0,
+            "width",
+            f"is not an even multiple of model.heads={heads}",
+            f"use a width of {even * max(1, round(self.width / even))}",
+        )
+        for key in ("head_size", "full_head_size"):
+            size = getattr(self, key)
+            self.require(size % 2 == 0, key, "is odd", f"use {size + 1}")
+        self.require(
+            self.rotary_size >= 2 and self.rotary_size % 2 == 0,
+            "rotary_share",
+            f"rotates {self.rotary_size} dimensions of a head (model.width / model.heads, or "
+            "model.head_size), which is odd",
+            "use 1.0 or 0.5",
+        )
+        for key in ("kv_heads", "full_kv_heads"):
+            is_divisor = heads % (getattr(self, key) or 1) == 0
+            why, remedy = f"does not divide model.heads={heads}", f"use 0 or a divisor of {heads}"
+            self.require(is_divisor, key, why, remedy)
+        is_in_blocks = kind in ("block_causal", "canvas")
+        self.require(
+            self.block_length >= 2 if is_in_blocks else self.block_length == 0,
+            "block_length",
+            f"is not supported with model.attention_type={kind!r}",
+            f"use {'at least 2' if is_in_blocks else 0}",
+        )
+        for keys, kinds in _ATTENTION_OF.items():
+            for key in keys:
+                self.require(
+                    not getattr(self, key) or kind in kinds,
+                    key,
+                    f"requires model.attention_type={' or '.join(map(repr, kinds))}, not {kind!r}",
+                    "change one of them",
+                )
+        every = self.full_every
+        self.require(
+            every == 0 or (every >= 2 and self.depth % every == 0 and not self.dense_layers),
+            "full_every",
+            f"does not divide model.depth={self.depth} into groups of at least 2 layers without "
+            f"model.dense_layers",
+            "use 0",
+        )
+        self.require(
+            (every > 0) == (self.attention_window > 0),
+            "attention_window",
+            f"is not supported with model.full_every={every}",
+            "set both or neither",
+        )
+
+    def _check_experts(self) -> None:
+        per_token, groups = self.experts_per_token, self.router_groups
+        within, depth = self.experts // groups, self.depth
+        need = self.require
+        need(self.is_gated, "activation", "is not supported with model.experts", "use 'swiglu'")
+        need(
+            not self.experts_beside or (self.post_norms and not self.dense_layers),
+            "experts_beside",
+            "requires model.post_norms=true and model.dense_layers=0",
+            "change one of them",
+        )
+        need(
+            1 <= per_token <= self.experts,
+            "experts_per_token",
+            f"is not in [1, {self.experts}], the number of model.experts",
+        )
+        need(self.expert_width >= 1, "expert_width", "must be at least 1")
+        need(
+            self.dense_layers < depth,
+            "dense_layers",
+            f"leaves no block of model.depth={depth} with experts",
+            "lower it, or use model.experts=0",
+        )
+        need(
+            self.experts % groups == 0 and (groups == 1 or within >= 2),
+            "router_groups",
+            f"does not divide model.experts={self.experts} into groups of at least 2",
+            "use 1",
+        )
+        need(
+            self.router_groups_kept <= groups and self.router_groups_kept * within >= per_token,
+            "router_groups_kept",
+            f"must be at most {groups}, and these groups of {within} experts must have at least "
+            f"model.experts_per_token={per_token} experts",
+        )
+
+
+_ATTENTION_OF = {
+    ("attention_window", "full_every", "layer_scales", "self_conditioning"): ("canvas",),
+    ("add_sampler_head",): ("bidirectional", "block_causal"),
+    ("add_critic_head",): ("bidirectional",),
+}
+"""Keys of ``[model]`` that require some values of ``model.attention_type``."""
+
+
+PATTERNS = ("random", "sticky", "span")
+MISPRINTS = ("missing", "wrong", "stray", "transposed", "missing_pair", "wrong_pair", "stray_pair")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig(Section, name="objective"):
+    """Settings of the objectives of bidirectional models. Causal models predict the next token."""
+
+    process: str = setting(
+        "masked",
+        "noise of the ELBO: masked (MASK); uniform (a uniformly random token); mixed (MASK at the "
+        "end and uniformly random tokens in between); or a custom MODULE:CLASS",
+    )
+    process_settings: Texts = setting(
+        (), "settings of the process, each NAME=VALUE: uniform_share (mixed; 0.1)"
+    )
+    schedule: str = setting(
+        "linear",
+        "noise schedule of the ELBO: linear, cosine or polynomial",
+        choices=("linear", "cosine", "polynomial"),
+    )
+    schedule_power: AboveZero = setting(
+        2.0, "polynomial schedule: the share hidden at time t is t^power", high=100
+    )
+    normaliser: str = setting(
+        "tokens",
+        "divisor of the ELBO's weighted sum: tokens (all tokens that are not given), rows (mean "
+        "over rows of the mean over tokens) or masked (hidden tokens)",
+        choices=("tokens", "rows", "masked"),
+    )
+    time_weight: bool = setting(
+        True, "weight hidden tokens by time as in the ELBO; false: equal weights"
+    )
+    denoising_share: Share = setting(
+        0.0, "share of each batch's rows, and of the loss, for denoising instead of the ELBO"
+    )
+    patterns: Texts = setting(
+        PATTERNS, "denoising: pattern that selects the positions to restore, one per row"
+    )
+    max_ratio: ShareAboveZero = setting(
+        1.0, "denoising: random and sticky select a share drawn uniformly up to this maximum"
+    )
+    sticky_alone: float = setting(
+        0.03,
+        "sticky: probability of selecting a position that has no selected neighbour",
+        low=1e-3,
+        high=1,
+    )
+    sticky_beside: ShareAboveZero = setting(
+        0.3, "sticky: probability of selecting a position next to a selected one"
+    )
+    span_count: Positive = setting(3, "span: number of spans per row", high=2**16)
+    mask_share: Share = setting(0.8, "denoising: share of the selected positions that show MASK")
+    random_share: Share = setting(
+        0.1,
+        "denoising: share of the selected tokens that show a random token; the others are "
+        "unchanged",
+    )
+    identity_targets: bool = setting(
+        False, "denoising: predict every position, not only the selected ones"
+    )
+    proofreading_share: Share = setting(
+        0.0,
+        "share of each batch's rows, and of the loss, for proofreading (correcting missing, "
+        "stray or wrong tokens)",
+    )
+    misprint_ratio: ShareAboveZero = setting(
+        0.1, "proofreading: the share of misprints in a row is drawn uniformly up to this maximum"
+    )
+    misprint_kinds: Texts = setting(
+        MISPRINTS[:3],
+        "proofreading: kinds of misprints: missing, wrong, stray, transposed (with the next "
+        "token), and missing_pair, wrong_pair, stray_pair (two tokens); repeat a name to make it "
+        "more frequent",
+    )
+    misprint_masked_rows: Share = setting(
+        0.5, "proofreading: share of its rows that also contain MASK"
+    )
+    text_weight: NonNegative = setting(
+        1.0, "models with canvases: weight of the next-token loss on the text", high=100
+    )
+    conditioned_share: Share = setting(
+        0.5, "models with canvases: share of rows with self-conditioning"
+    )
+    random_length_share: Share = setting(
+        0.0, "share of batches that are cut to a random length; 0.01 is usual"
+    )
+
+    def check(self) -> None:
+        self.require_names("patterns", PATTERNS)
+        self.require_names("misprint_kinds", MISPRINTS, is_once=False)
+        for key in ("patterns", "misprint_kinds"):
+            self.require(len(getattr(self, key)) > 0, key, "is empty", "name one")
+        pairs = ("mask_share", "random_share"), ("denoising_share", "proofreading_share")
+        for one, other in pairs:
+            second = getattr(self, other)
+            self.require(
+                getattr(self, one) + second <= 1 + 1e-6,
+                one,
+                f"and objective.{other}={second} add up to more than 1",
+                "lower one",
+            )
+
+
+WITHOUT_DEFAULTS = "none"
+"""The entry of ``mesh.compiler_options`` that disables the default options."""
+
+
+@dataclass(frozen=True)
+class MeshConfig(Section, name="mesh", is_free=True):
+    """The arrangement of devices; the product of the axes is the number of devices."""
+
+    data: int = setting(
+        -1,
+        "number of devices across which the batch is split; -1: all remaining devices",
+        low=-1,
+        high=2**20,
+    )
+    fsdp: Natural = setting(
+        0,
+        "number of devices across which the batch, parameters and optimiser state are split; 0: "
+        "the smallest number that leaves three quarters of an accelerator's memory free",
+        high=2**20,
+    )
+    tensor: Devices = setting(
+        1, "number of devices across which the matrices of one layer are split"
+    )
+    expert: Devices = setting(
+        1,
+        "number of devices across which experts are split, or the batch in layers without experts",
+    )
+    context: Devices = setting(
+        1, "number of devices across which the positions of a row are split, for very long rows"
+    )
+    compiler_options: Texts = setting(
+        (),
+        "compiler options, each name=value, added to or replacing the defaults of the devices "
+        "(dlm_jax/distributed/compiler.py); none: no defaults",
+    )
+
+    def check(self) -> None:
+        self.require(self.data != 0, "data", "must be -1 or at least 1")
+        for text in self.compiler_options:
+            name, equals, _ = text.partition("=")
+            require(
+                text == WITHOUT_DEFAULTS or bool(name and equals),
+                "mesh.compiler_options",
+                text,
+                "is not name=value",
+                "write xla_tpu_scoped_vmem_limit_kib=65536, for example, or none",
+            )
+
+
+@dataclass(frozen=True)
+class Config:
+    """The config of a run; the defaults are valid."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    heads: HeadsConfig = dataclasses.field(default_factory=HeadsConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    sample: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        self._check_run()
+        self._check_beginning()
+        self._check_attention()
+
+    def _require(self, condition: bool, key: str, why: str, remedy: str) -> None:
+        require(condition, key, operator.attrgetter(key)(self), why, remedy)
+
+    def _check_run(self) -> None:
+        steps, length, rows = self.train.steps, self.data.seq_len, self.train.batch_size
+        self._require(
+            self.optim.warmup_steps < steps or steps == 1,
+            "optim.warmup_steps",
+            f"is not less than train.steps={steps}",
+            "lower it",
+        )
+        self._require(
+            self.sample.gen_length <= length,
+            "sample.gen_length",
+            f"does not fit the canvas of data.seq_len={length}",
+            "lower it, or use 0 to fill the canvas",
+        )
+        share = self.objective.denoising_share
+        self._require(
+            share in (0, 1) or 1 <= round(share * rows) < rows,
+            "objective.denoising_share",
+            f"of train.batch_size={rows} rows leaves an objective without rows",
+            "raise train.batch_size",
+        )
+
+    def _check_beginning(self) -> None:
+        train, is_fresh = self.train, self.train.init_from == ""
+        for key, is_default in {
+            "data.tokenizer": self.data.tokenizer != INIT,
+            "train.mask_like": not train.mask_like,
+            "train.ignore_config": not train.ignore_config,
+        }.items():
+            why = "requires train.init_from, which is empty"
+            self._require(is_default or not is_fresh, key, why, "name a model")
+        self._require(
+            not train.mask_like or self.model.attention_type != "causal",
+            "train.mask_like",
+            "has no effect with model.attention_type='causal'",
+            "remove it",
+        )
+        self._require(
+            self.heads.train_main or not is_fresh,
+            "heads.train_main",
+            "freezes an untrained model",
+            "name a trained model in train.init_from",
+        )
+        self._require(
+            self.model.lora_rank == 0 or (self.heads.train_main and not is_fresh),
+            "model.lora_rank",
+            "trains adapters of an existing model",
+            "name it in train.init_from, with heads.train_main=true",
+        )
+
+    def _check_attention(self) -> None:
+        kind, block, order = self.model.attention_type, self.model.block_length, self.sample.order
+        self._require(
+            kind != "causal" or order == "left_to_right",
+            "model.attention_type",
+            f"does not support sample.order={order!r}",
+            "use left_to_right",
+        )
+        if kind == "block_causal":
+            self._require(
+                block % (self.sample.block_length or 1) == 0,
+                "sample.block_length",
+                f"is neither model.block_length={block} nor a divisor of it",
+                "use 0 for the same value",
+            )
+            self._require(
+                self.objective.proofreading_share == 0,
+                "objective.proofreading_share",
+                f"moves tokens between blocks, which {kind!r} attention does not support",
+                "use 0",
+            )
+
+
+SECTIONS: dict[str, Any] = {one.name: one.default_factory for one in dataclasses.fields(Config)}
+"""The sections of a config, by name."""
+
+SETTINGS: dict[str, Setting] = {
+    f"{name}.{key}": one for name, cls in SECTIONS.items() for key, one in cls.declared.items()
+}
+"""All settings of a config, by dotted key."""
+
+FREE = frozenset(key for key, one in SETTINGS.items() if one.is_free or key.startswith("sample."))
+"""The dotted keys of the settings that a resumed run may change."""
+
+
+def flat(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of nested sections by dotted key."""
+    return {f"{s}.{name}": value for s, values in nested.items() for name, value in values.items()}
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """The config as nested JSON values; `from_dict` is the inverse."""
+    return msgspec.to_builtins(config)
+
+
+def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
+    """Config from nested JSON values; `where` names their source in errors.
+
+    Raises:
+      ValueError: a section or key is unknown (the message suggests the nearest match), or a value
+        has the wrong type or is out of range.
+    """
+    for section, values in raw.items():
+        _check_known(section, SECTIONS, where=where, what="section")
+        if not isinstance(values, Mapping):
+            raise ValueError(
+                f"{where}: {section}={values!r} is not a section; write [{section}] above its keys"
+            )
+    for key in flat(raw):
+        _check_known(key, SETTINGS, where=where, what="key")
+    try:
+        sections = {}
+        for section, values in raw.items():
+            keys = {name: f"{section}.{name}" for name in values}
+            typed = {name: _typed(key, values[name], SETTINGS[key]) for name, key in keys.items()}
+            sections[section] = SECTIONS[section](**typed)
+        return Config(**sections)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def from_saved(meta: Mapping[str, Any], *, where: str) -> Config:
+    """Config of a saved model, from its metadata; `where` names the model in errors.
+
+    Raises:
+      ValueError: another version wrote keys that this one does not have (the message names all of
+        them), or `from_dict` fails.
+    """
+    raw = meta["config"]
+    unknown = [f"[{section}]" for section in raw if section not in SECTIONS]
+    known = {section: values for section, values in raw.items() if section in SECTIONS}
+    unknown += [key for key in flat(known) if key not in SETTINGS]
+    if not unknown:
+        return from_dict(raw, where=where)
+    is_old = any(moved(name.strip("[]").rpartition(".")[2]) for name in unknown)
+    version = (meta.get("program") or {}).get("version of dlm_jax")
+    version = version or ("0.2.0 or earlier" if is_old else "of another version")
+    raise ValueError(
+        f"{where}: unknown {'key' if len(unknown) == 1 else 'keys'} "
+        f"{', '.join(map(repr, unknown))}, saved by dlm_jax {version}; use that version, or remove "
+        "them from the saved config (docs/training.md)"
+    )
+
+
+def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) -> Config:
+    """The config from a TOML file (or the defaults), with some keys overridden by flag values.
+
+    Args:
+      path: path of the file, or the name of a shipped config, such as ``quickstart``.
+      overrides: values of flags as text, by dotted key.
+
+    Raises:
+      ValueError: the file does not exist, or `from_dict` or `override` fails.
+    """
+    config = Config()
+    if path is not None:
+        file = _find(path)
+        config = from_dict(_read_toml(file), where=str(file))
+    return override(config, overrides or {})
+
+
+def override(config: Config, overrides: Mapping[str, str]) -> Config:
+    """The config, with the values of some dotted keys replaced by flags.
+
+    Raises:
+      ValueError: a key is unknown, a text is invalid, or values contradict each other. The message
+        names the flag.
+    """
+    changes: dict[str, dict[str, Any]] = {}
+    for key, text in overrides.items():
+        _check_known(key, SETTINGS, where="command line", what="flag")
+        section, _, name = key.partition(".")
+        value = _from_text(f"--{key}", text, SETTINGS[key])
+        values = changes.setdefault(section, {})
+        values[name] = value
+        for other in SETTINGS[key].resets_of(value):
+            if f"{section}.{other}" not in overrides:
+                values[other] = SETTINGS[f"{section}.{other}"].default
+    try:
+        return dataclasses.replace(
+            config,
+            **{s: dataclasses.replace(getattr(config, s), **v) for s, v in changes.items()},
+        )
+    except ValueError as error:
+        about = {*re.findall(r"[a-z_]+\.\w+", str(error))}
+        if isinstance(error, SettingError):
+            about |= {error.name, *error.others}
+        # Errors about settings of requests have no section name.
+        named = [key for key in overrides if {key, key.removeprefix("sample.")} & about]
+        flags = " ".join(f"--{key} {overrides[key]}" for key in named or overrides)
+        raise ValueError(f"command line: {flags}: {error}") from None
+
+
+def sample_settings(
+    texts: Mapping[str, str], kind: type[SamplingParams] = SamplingParams
+) -> dict[str, Any]:
+    """Parses the texts of sampling settings; the keys are field names of `kind`.
+
+    Raises:
+      ValueError: a name is unknown, or a text is not a value of the setting's type.
+    """
+    values = {}
+    for name, text in texts.items():
+        _check_known(name, kind.declared, where="command line", what="setting")
+        values[name] = _from_text("--" + name.replace("_", "-"), text, kind.declared[name])
+    return values
+
+
+def _from_text(flag: str, text: str, setting: Setting) -> Any:
+    """The value of a flag, whose text is a list (``a,b``) or pairs (``12:-5,30:2``) or a scalar."""
+    given, hint = text, setting.annotation
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is tuple:
+        given = [item.strip() for item in text.split(",") if item.strip()]
+    if isinstance(hint, types.UnionType):
+        given = [item.split(":") for item in given]
+    try:
+        return _typed(flag, given, setting, strict=False)
+    except ValueError as error:
+        raise ValueError(f"command line: {error}") from None
+
+
+def _typed(shown: str, value: Any, setting: Setting, *, strict: bool = True) -> Any:
+    """The value converted to the type of the setting, without a range check."""
+    hint = setting.annotation
+    try:
+        return msgspec.convert(value, hint, strict=strict)
+    except msgspec.ValidationError:
+        if setting.choices is None:
+            raise ValueError(f"{shown}={value!r} is not {_describe(hint)}") from None
+    try:
+        return setting.checked(value)
+    except SettingError as error:
+        raise ValueError(error.line(shown)) from None
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is tuple:
+        kinds = {str: "strings", int: "integers", float: "numbers"}
+        kind = kinds[typing.get_args(hint)[0]]
+        return f"a list of {kind} (on the command line: separated by commas)"
+    if isinstance(hint, types.UnionType):
+        return "pairs of an id and a number (on the command line: 12:-5,30:2)"
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    return names[hint]
+
+
+def _check_known(name: str, known: Mapping[str, Any], *, where: str, what: str) -> None:
+    if name not in known:
+        raise ValueError(f"{where}: unknown {what} {name!r}; {_advice(name, known)}")
+
+
+def _advice(name: str, known: Any) -> str:
+    """Where an unknown name went, or the most similar known one."""
+    return (
+        renamed(name, known, SamplingParams.declared) or f"did you mean {closest(name, known)!r}?"
+    )
+
+
+def shipped() -> dict[str, Path]:
+    """The configs that the package contains, by name."""
+    folder = Path(__file__).parent / "shipped" / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def _find(path: str | Path) -> Path:
+    """The config file at `path`, or the shipped config of that name."""
+    if Path(path).exists() and not Path(path).is_dir():
+        return Path(path)
+    known = shipped()
+    if str(path) in known:
+        return known[str(path)]
+    near = difflib.get_close_matches(Path(path).stem, known, n=1, cutoff=0.5)
+    advice = f"did you mean {near[0]!r}?" if near else f"shipped are {', '.join(known)}"
+    raise ValueError(
+        f"config file {path} does not exist, and no shipped config is named {path}; {advice}"
+    )
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config file {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # TOML and UTF-8 errors are ValueErrors
+        raise ValueError(f"config file {path} is not valid TOML: {error}") from None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds one flag with help per key, grouped by section."""
+    for section, cls in SECTIONS.items():
+        group = parser.add_argument_group(section, (cls.__doc__ or "").strip())
+        for name, one in cls.declared.items():
+            if not one.is_preset:
+                default = ",".join(one.default) if one.is_list else one.default
+                _add(group, f"{section}.{name}", one, name, f" (default: {default!r})")
+
+
+def add_sample_flags(
+    parser: argparse.ArgumentParser, kind: type[SamplingParams] = SamplingParams
+) -> None:
+    """Adds one flag per field of `kind`, without a default and with dashes for underscores."""
+    group = parser.add_argument_group(
+        "sampling", "Defaults are the recommendations of the checkpoint."
+    )
+    for name, one in kind.table.request_settings.items():
+        _add(group, name.replace("_", "-"), one, name.split("_")[-1])
+
+
+def _add(group: Any, name: str, one: Setting, metavar: str, default: str = "") -> None:
+    """Adds one flag, and its negation if the setting is boolean. Flag values remain strings."""
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": metavar.upper()}
+    options["help"] = f"{one.help}{default}".replace("%", "%%")
+    if one.annotation is not bool:
+        group.add_argument(f"--{name}", **options)
+        return
+    group.add_argument(f"--{name}", nargs="?", const="true", **options)
+    group.add_argument(
+        f"--no-{name}",
+        dest=name.replace("-", "_"),
+        action="store_const",
+        const="false",
+        default=argparse.SUPPRESS,
+        help=f"the opposite of --{name}",
+    )
+
+
+def parse_flags(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, dict[str, str]]:
+    """The parsed flags, and the texts of the flags that are config keys.
+
+    Raises:
+      ValueError: a flag is unknown; the message suggests the nearest match.
+    """
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [option for action in parser._actions for option in action.option_strings]
+        name = unknown[0].partition("=")[0]
+        raise ValueError(f"command line: unknown argument {name!r}; {_advice(name, flags)}")
+    return args, {name: value for name, value in vars(args).items() if name in SETTINGS}
+
+
+def differing(config: Config) -> dict[str, dict[str, Any]]:
+    """The changed values, by section and key; sections without changes are omitted."""
+    found = {
+        section: {key: value for key, value, default in rows if value != default}
+        for section, rows in _with_defaults(config)
+    }
+    return {section: values for section, values in found.items() if values}
+
+
+def to_toml(config: Config, *, header: str = "") -> str:
+    """The config as TOML after a comment `header`; comments show the defaults of changed values."""
+    lines = [f"# {line}".rstrip() for line in header.splitlines()]
+    for section, rows in _with_defaults(config):
+        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        for key, value, default in rows:
+            note = "" if value == default else f"  # default: {_value(default)}"
+            lines.append(f"{key} = {_value(value)}{note}")
+    return "\n".join(lines) + "\n"
+
+
+def _with_defaults(config: Config) -> Iterator[tuple[str, list[tuple[str, Any, Any]]]]:
+    """Returns (key, value, default) of all keys, grouped by section, as JSON values."""
+    defaults = to_dict(Config())
+    for section, values in to_dict(config).items():
+        yield section, [(key, value, defaults[section][key]) for key, value in values.items()]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str):
+        # A TOML basic string is a JSON string, except that DEL must be escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)
