@@ -1,11 +1,11 @@
-"""Plans a run without training: mesh, sharding, memory and FLOPs of a step on any devices."""
+"""The mesh of a run, and the memory and FLOPs of its training step, without training."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,10 +13,10 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh
 
-from dlm_jax.config import Config, ModelConfig
+from dlm_jax.config import Config, MeshConfig, ModelConfig
 from dlm_jax.data import Setup, Tokenizer
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.mesh import CHIPS, Chip, topology_devices
+from dlm_jax.distributed.mesh import CHIPS, Chip, device_bytes, fsdp_for, topology_devices
 from dlm_jax.distributed.partitions import (
     PLACES,
     batch_sharding,
@@ -26,11 +26,91 @@ from dlm_jax.distributed.partitions import (
 )
 from dlm_jax.progress import waiting
 from dlm_jax.randomness import check_settings, key_of
-from dlm_jax.training.checks import check_model_fits, check_parts
-from dlm_jax.training.run import load_resolved, mesh_config, state_bytes
+from dlm_jax.training.init_from import load_data
 from dlm_jax.training.tasks import Task, make_task
 from dlm_jax.training.train_step import TrainState, abstract_batch, make_train_step
 from dlm_jax.types import Params
+
+
+def mesh_config(
+    config: Config, devices: Sequence[Any], num_bytes: Callable[[], float] | None = None
+) -> MeshConfig:
+    """Returns the mesh of `config` for the devices of all processes.
+
+    A value of 0 for ``mesh.fsdp`` is resolved from the size of the training state, which
+    `num_bytes` computes (see `state_bytes`). Without `num_bytes`, it is left unresolved if it
+    depends on this size.
+    """
+    mesh, memory = config.mesh, device_bytes(devices[0])
+    if mesh.fsdp > 0 or not memory:
+        return mesh
+    inner = mesh.tensor * mesh.expert * mesh.context
+    if mesh.data == -1:
+        if num_bytes is None:
+            return mesh
+        num_slices = len({getattr(device, "slice_index", 0) or 0 for device in devices})
+        split = max(1, len(devices) // (inner * num_slices))
+        return dataclasses.replace(mesh, fsdp=fsdp_for(num_bytes() / mesh.tensor, memory, split))
+    # `fsdp` must cover the devices that the other axes leave, so that the mesh contains all.
+    return dataclasses.replace(mesh, fsdp=max(1, len(devices) // (inner * mesh.data)))
+
+
+def state_bytes(task: Task) -> int:
+    """The size in bytes of the training state of a task on all devices: parameters, optimiser and
+    moving average.
+    """
+    leaves = jax.tree.leaves(task.abstract_state())
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def check_batch_fits(config: Config, mesh: Mesh) -> None:
+    """Raises ValueError if the rows of a microbatch cannot be divided evenly among the devices."""
+    part = config.train.batch_size // config.train.accumulate
+    try:
+        batch_sharding(mesh, part)
+    except ValueError:
+        if config.train.accumulate == 1:
+            raise
+        raise ValueError(
+            f"train.accumulate={config.train.accumulate} gives microbatches of {part} rows, which "
+            "are not divisible by the number of devices across which the batch is split; lower it"
+        ) from None
+
+
+def check_model_fits(config: Config, mesh: Mesh) -> None:
+    """Raises ValueError if the size of a Transformer axis is not divisible by its mesh axis."""
+    model, positions = config.model, config.data.seq_len
+    sizes = {
+        "tensor": {"model.heads": model.heads, "inner size of the MLP": model.inner_width},
+        "fsdp": {"model.width": model.width},
+        "context": {"data.seq_len": positions},
+    }
+    for axis, split in sizes.items():
+        count = mesh.shape.get(axis, 1)
+        for name, size in split.items():
+            if size % count:
+                fits = [n for n in range(1, count) if size % n == 0 and mesh.size % n == 0]
+                raise ValueError(
+                    f"mesh.{axis}={count} does not divide {name}={size}; use {max(fits)}"
+                )
+    experts = mesh.shape.get("expert", 1)
+    if experts > 1 and (not model.experts or model.experts % experts):
+        raise ValueError(
+            f"mesh.expert={experts} splits experts, but the model of the config has "
+            f"{model.experts or 'none'}; use 1 or a divisor of their number"
+        )
+    context, kind = mesh.shape.get("context", 1), model.attention_type
+    if context > 1 and kind not in ("bidirectional", "block_causal"):
+        raise ValueError(
+            f"mesh.context={context} requires model.attention_type='bidirectional' or "
+            f"'block_causal', not {kind!r}; use 1"
+        )
+    if context > 1 and kind == "block_causal" and positions % (2 * context * model.block_length):
+        raise ValueError(
+            f"mesh.context={context} splits data.seq_len={positions} into {2 * context} pieces, "
+            f"which must be multiples of model.block_length={model.block_length}; use another "
+            f"mesh.context, or a data.seq_len that {2 * context * model.block_length} divides"
+        )
 
 
 def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_positions: int) -> float:
@@ -108,21 +188,21 @@ def dry_run(
     If ``model.vocab_size`` is set, the corpus is not read.
     """
     check_settings()
-    devices = topology_devices(topology) if topology else None
+    topology_of = topology_devices(topology) if topology else None
     tokenizer = None
     if config.model.vocab_size == 0:
-        config, corpus = load_resolved(config, report=report)
+        config, corpus = load_data(config, report=report)
         tokenizer = corpus.tokenizer
     elif config.model.has_start and config.model.start_id < 0:
         model = dataclasses.replace(config.model, start_id=config.model.vocab_size - 1)
         config = dataclasses.replace(config, model=model)
-    devices = jax.devices() if devices is None else devices
+    devices = topology_of or jax.devices()
 
     def num_bytes() -> float:
         return state_bytes(planned_task(config, make_mesh(config.mesh, devices), tokenizer))
 
     mesh = make_mesh(mesh_config(config, devices, num_bytes), devices)
-    check_parts(config, mesh)
+    check_batch_fits(config, mesh)
     check_model_fits(config, mesh)
     return plan(config, mesh, tokenizer)
 

@@ -25,7 +25,7 @@ from dlm_jax.model.context import (
     paired,
     pieces_of,
 )
-from dlm_jax.training.checks import check_model_fits
+from dlm_jax.training.plan import check_model_fits
 
 BLOCK, ROWS, HEADS, GROUPS, SIZE = 3, 4, 4, 2, 8
 LENGTH = jnp.array([24, 17, 5, 24])

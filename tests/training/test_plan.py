@@ -8,7 +8,7 @@ import tiny_run
 import toy
 
 import dlm_jax.config as configs
-import dlm_jax.training.run
+import dlm_jax.training.plan
 from dlm_jax.config import (
     Config,
     MeshConfig,
@@ -16,8 +16,8 @@ from dlm_jax.config import (
 )
 from dlm_jax.distributed.mesh import CHIPS, device_bytes
 from dlm_jax.distributed.partitions import make_mesh
-from dlm_jax.training.plan import model_flops, planned_task
-from dlm_jax.training.run import mesh_config, prepare, state_bytes
+from dlm_jax.training.plan import mesh_config, model_flops, planned_task, state_bytes
+from dlm_jax.training.trainer import prepare
 
 
 def test_the_work_of_a_model_is_that_of_its_products_three_times_over():
@@ -104,7 +104,7 @@ def accelerators(monkeypatch):
     """Eight devices that are taken for accelerators with so many bytes of memory."""
 
     def make(num_bytes: float) -> None:
-        monkeypatch.setattr(dlm_jax.training.run, "device_bytes", lambda device: num_bytes)
+        monkeypatch.setattr(dlm_jax.training.plan, "device_bytes", lambda device: num_bytes)
 
     return make
 
