@@ -358,9 +358,9 @@ class Meter:
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
         """Counts the time in the context as waiting for `what`: ``input`` or ``device``."""
-        start = time.perf_counter()
+        start = time.time()
         yield
-        self._waits[what] += time.perf_counter() - start
+        self._waits[what] += time.time() - start
 
     def read(self, seconds: float) -> None:
         """Adds the time that the pipeline took for one batch of this process."""
@@ -432,8 +432,16 @@ class WallClock:
     def charge(self, part: str) -> None:
         """Assigns the time since the previous call to one of `PARTS`."""
         now = max(time.time(), self._mark)
-        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._mark
+        self._seconds[part] = self.seconds(part) + now - self._mark
         self._mark = now
+
+    def seconds(self, part: str) -> float:
+        """The seconds that have been assigned to a part in this process."""
+        return self._seconds.get(part, 0.0)
+
+    def idle(self) -> float:
+        """The seconds that have been assigned to anything but steps in this process."""
+        return sum(self._seconds.values()) - self.seconds(STEPS)
 
     def resume(self, saved: Mapping[str, Any], last: Mapping[str, Any]) -> None:
         """Adds the time of the earlier processes of the run.

@@ -13,7 +13,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh
 
-from dlm_jax.config import Config, MeshConfig, ModelConfig
+from dlm_jax.config import Config, MeshConfig, ModelConfig, TrainConfig
 from dlm_jax.data import Setup, Tokenizer
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.mesh import CHIPS, Chip, device_bytes, fsdp_for, topology_devices
@@ -33,15 +33,15 @@ from dlm_jax.types import Params
 
 
 def mesh_config(
-    config: Config, devices: Sequence[Any], num_bytes: Callable[[], float] | None = None
+    mesh: MeshConfig, devices: Sequence[Any], num_bytes: Callable[[], float] | None = None
 ) -> MeshConfig:
-    """Returns the mesh of `config` for the devices of all processes.
+    """Returns the mesh of a config for the devices of all processes.
 
     A value of 0 for ``mesh.fsdp`` is resolved from the size of the training state, which
     `num_bytes` computes (see `state_bytes`). Without `num_bytes`, it is left unresolved if it
     depends on this size.
     """
-    mesh, memory = config.mesh, device_bytes(devices[0])
+    memory = device_bytes(devices[0])
     if mesh.fsdp > 0 or not memory:
         return mesh
     inner = mesh.tensor * mesh.expert * mesh.context
@@ -63,23 +63,22 @@ def state_bytes(task: Task) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def check_batch_fits(config: Config, mesh: Mesh) -> None:
+def check_batch_fits(train: TrainConfig, mesh: Mesh) -> None:
     """Raises ValueError if the rows of a microbatch cannot be divided evenly among the devices."""
-    part = config.train.batch_size // config.train.accumulate
+    part = train.batch_size // train.accumulate
     try:
         batch_sharding(mesh, part)
     except ValueError:
-        if config.train.accumulate == 1:
+        if train.accumulate == 1:
             raise
         raise ValueError(
-            f"train.accumulate={config.train.accumulate} gives microbatches of {part} rows, which "
+            f"train.accumulate={train.accumulate} gives microbatches of {part} rows, which "
             "are not divisible by the number of devices across which the batch is split; lower it"
         ) from None
 
 
-def check_model_fits(config: Config, mesh: Mesh) -> None:
+def check_model_fits(model: ModelConfig, positions: int, mesh: Mesh) -> None:
     """Raises ValueError if the size of a Transformer axis is not divisible by its mesh axis."""
-    model, positions = config.model, config.data.seq_len
     sizes = {
         "tensor": {"model.heads": model.heads, "inner size of the MLP": model.inner_width},
         "fsdp": {"model.width": model.width},
@@ -201,9 +200,9 @@ def dry_run(
     def num_bytes() -> float:
         return state_bytes(planned_task(config, make_mesh(config.mesh, devices), tokenizer))
 
-    mesh = make_mesh(mesh_config(config, devices, num_bytes), devices)
-    check_batch_fits(config, mesh)
-    check_model_fits(config, mesh)
+    mesh = make_mesh(mesh_config(config.mesh, devices, num_bytes), devices)
+    check_batch_fits(config.train, mesh)
+    check_model_fits(config.model, config.data.seq_len, mesh)
     return plan(config, mesh, tokenizer)
 
 
@@ -255,39 +254,10 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     """
     lowered, task = lowered_step(config, mesh, tokenizer)
     state, train = task.abstract_state(), config.train
-    start = time.perf_counter()
-    kind = mesh.devices.flat[0].device_kind
-    with waiting(f"compiling the training step for {mesh.size} devices ({kind})"):
-        compiled = _compiled(lowered.compile)
-    seconds = time.perf_counter() - start
-    text, found = compiled.as_text() or "", compiled.memory_analysis()
-    size = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
-    )
-    return Plan(
-        config=config,
-        mesh=mesh,
-        state=state,
-        memory={
-            "state": size,
-            "batch": found.argument_size_in_bytes - size,
-            "temporaries": found.temp_size_in_bytes,
-        },
-        flops=model_flops(
-            state.params, config.model, num_rows=train.batch_size, num_positions=config.data.seq_len
-        )
-        / mesh.size,
-        counted_flops=(compiled.cost_analysis() or {}).get("flops", math.nan),
-        compile_seconds=seconds,
-        options=compiler.options("train", mesh, config.mesh.compiler_options),
-        text=text,
-    )
-
-
-def _compiled(compile_: Callable[[], Any]) -> Any:
+    start, kind = time.perf_counter(), mesh.devices.flat[0].device_kind
     try:
-        return compile_()
+        with waiting(f"compiling the training step for {mesh.size} devices ({kind})"):
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -297,35 +267,39 @@ def _compiled(compile_: Callable[[], Any]) -> Any:
             "raise mesh.fsdp, or use another model.remat, a larger train.accumulate or a "
             "smaller train.batch_size"
         ) from None
+    seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    state_size = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
+    size = {"num_rows": train.batch_size, "num_positions": config.data.seq_len}
+    return Plan(
+        config=config,
+        mesh=mesh,
+        state=state,
+        memory={
+            "state": state_size,
+            "batch": memory.argument_size_in_bytes - state_size,
+            "temporaries": memory.temp_size_in_bytes,
+        },
+        flops=model_flops(state.params, config.model, **size) / mesh.size,
+        counted_flops=(compiled.cost_analysis() or {}).get("flops", math.nan),
+        compile_seconds=seconds,
+        options=compiler.options("train", mesh, config.mesh.compiler_options),
+        text=compiled.as_text() or "",
+    )
 
 
-def lines(found: Plan) -> list[str]:
-    device = found.mesh.devices.flat[0]
-    kind = f"{device.device_kind}{f' ({found.chip.name})' if found.chip else ''}"
-    mesh = " ".join(f"{axis}={size}" for axis, size in found.mesh.shape.items())
-    memory, gib = found.memory, 2**30
-    total = sum(memory.values())
-    limit = f" of {found.chip.memory / gib:.2f}" if found.chip else ""
-    options = " ".join(f"{name}={value}" for name, value in found.options.items())
-    return [
-        f"model        {found.num_parameters:,} parameters",
-        f"mesh         {mesh} on {found.mesh.size} devices: {kind}",
-        *_places(found),
-        f"memory       {total / gib:.2f}{limit} GiB a device: "
-        + ", ".join(f"{name} {size / gib:.2f}" for name, size in memory.items()),
-        f"work         {found.flops / 1e12:.4g} TFLOP per device and step; the compiler counts "
-        f"{found.counted_flops / 1e12:.4g}, each loop body once",
-        f"compiler     {options or 'without options'}",
-        f"compiled     in {found.compile_seconds:.1f} s; nothing was run or written",
-    ]
-
-
-def _places(found: Plan) -> list[str]:
-    """The shardings of the parameter matrices and of the kinds of activations, one per line."""
-    model, train = found.config.model, found.config.train
-    rows, positions = train.batch_size // train.accumulate, found.config.data.seq_len
-    size = model.size_of_head
-    shapes = {
+def lines(plan: Plan) -> list[str]:
+    """The plan as lines: mesh, shardings of matrices and activations, memory and FLOPs."""
+    model, train, memory, gib = plan.config.model, plan.config.train, plan.memory, 2**30
+    mesh, chip, kind = plan.mesh, plan.chip, plan.mesh.devices.flat[0].device_kind
+    rows, positions, size = (
+        train.batch_size // train.accumulate,
+        plan.config.data.seq_len,
+        model.size_of_head,
+    )
+    activations = {
         "hidden": (rows, positions, model.width),
         "queries": (rows, positions, model.heads, size),
         "keys": (rows, positions, model.kv_heads or model.heads, size),
@@ -333,25 +307,35 @@ def _places(found: Plan) -> list[str]:
         "losses": (rows, positions),
         "rows": (rows,),
     }
-    kinds = [
-        (f"activation {kind}", shape, fitting(PLACES[kind], shape, found.mesh))
-        for kind, shape in shapes.items()
-    ]
-    arrays = [
+    places = [
         (path, leaf.shape, leaf.sharding.spec)
-        for path, leaf in named_leaves(found.state.params)
+        for path, leaf in named_leaves(plan.state.params)
         if len(leaf.shape) > 1
     ]
+    places += [
+        (f"activation {name}", shape, fitting(PLACES[name], shape, mesh))
+        for name, shape in activations.items()
+    ]
+    shardings = []
+    for name, shape, spec in places:
+        split = [
+            f"{length} over {' x '.join((axes,) if isinstance(axes, str) else axes)}"
+            for length, axes in zip(shape, spec, strict=False)
+            if axes
+        ]
+        where = ", ".join(split) or "whole on every device"
+        shardings.append(f"place        {name} {list(shape)}: {where}")
+    axes = " ".join(f"{axis}={length}" for axis, length in mesh.shape.items())
+    options = " ".join(f"{name}={value}" for name, value in plan.options.items())
     return [
-        f"place        {name} {list(shape)}: {_split(spec, shape)}"
-        for name, shape, spec in [*arrays, *kinds]
+        f"model        {plan.num_parameters:,} parameters",
+        f"mesh         {axes} on {mesh.size} devices: {kind}{f' ({chip.name})' if chip else ''}",
+        *shardings,
+        f"memory       {sum(memory.values()) / gib:.2f}"
+        f"{f' of {chip.memory / gib:.2f}' if chip else ''} GiB a device: "
+        + ", ".join(f"{name} {size / gib:.2f}" for name, size in memory.items()),
+        f"work         {plan.flops / 1e12:.4g} TFLOP per device and step; the compiler counts "
+        f"{plan.counted_flops / 1e12:.4g}, each loop body once",
+        f"compiler     {options or 'without options'}",
+        f"compiled     in {plan.compile_seconds:.1f} s; nothing was run or written",
     ]
-
-
-def _split(spec: Any, shape: tuple[int, ...]) -> str:
-    parts = [
-        f"{size} over {' x '.join((axes,) if isinstance(axes, str) else axes)}"
-        for size, axes in zip(shape, spec, strict=False)
-        if axes
-    ]
-    return ", ".join(parts) or "whole on every device"

@@ -457,24 +457,23 @@ class Trainer:
             took=self._meter.read,
         )
         self.journal = Journal(
-            run.out_dir, configs.to_dict(config), run.meta["run"], step=self.step, report=say
-        )
-        self._idle = 0.0
-        self._bar = Progress(
-            "train",
-            train.steps,
-            "step",
-            done=self.step,
-            idle=lambda: self._idle,
-            is_shown=jax.process_index() == 0,
+            run.out_dir, run.meta["config"], run.meta["run"], step=self.step, report=say
         )
         if run.local is not None:
             # The run repeats the later steps.
             remove_from(run.local.directory, self.step + 1)
         run.clock.resume(run.saved, self.journal.last)
         run.clock.charge("other")
-        # The step after the last record, and the time of that record without other work.
-        self._first, self._since = self.step, time.perf_counter()
+        self._bar = Progress(
+            "train",
+            train.steps,
+            "step",
+            done=self.step,
+            idle=run.clock.idle,
+            is_shown=jax.process_index() == 0,
+        )
+        # The steps before the next record, and the seconds that they took.
+        self._recorded = self.step, run.clock.seconds(STEPS)
 
     def add_hook(self, hook: Callable[[], None], *, every: int, at_end: bool = True) -> None:
         """Calls `hook` after every n steps (0: never) and after the last step, or not after it.
@@ -519,10 +518,10 @@ class Trainer:
     def log(self) -> None:
         """Records the mean of each metric over the steps since the last record that have it."""
         self._settle()
-        seconds = time.perf_counter() - self._since
-        rates = self._meter.figures(self.step - self._first, seconds)
-        is_first = self._first == self.run.first_step
-        self._first, self._since = self.step, time.perf_counter()
+        self.run.clock.charge(STEPS)
+        (first, since), seconds = self._recorded, self.run.clock.seconds(STEPS)
+        self._recorded = self.step, seconds
+        rates = self._meter.figures(self.step - first, max(seconds - since, 1e-9))
         names = dict.fromkeys(name for figures in self._unlogged for name in figures)
         means = {
             name: float(np.mean([figures[name] for figures in self._unlogged if name in figures]))
@@ -531,7 +530,7 @@ class Trainer:
         self._unlogged = []
         learning_rates = self.run.task.learning_rates(self._stage, self.step - 1)
         self._record("train", means | learning_rates | rates)
-        if is_first:
+        if first == self.run.first_step:
             say(self._meter.rates(rates))
         note = f"loss {means['loss']:.3f}, {rates['tokens_per_second']:,.0f} tokens/s"
         self._bar.update(0, note=note)
@@ -642,15 +641,11 @@ class Trainer:
 
     @contextlib.contextmanager
     def _off_the_clock(self, part: str) -> Iterator[None]:
-        """Excludes the context, which is a `part` of the wall time, from the training rate."""
+        """Assigns the time of the context to a part of the wall time other than steps."""
         self._settle()
         self.run.clock.charge(STEPS)
-        start = time.perf_counter()
         yield
         self.run.clock.charge(part)
-        spent = time.perf_counter() - start
-        self._since += spent
-        self._idle += spent
 
     def _stop_trace(self) -> None:
         if self._is_tracing:
@@ -662,10 +657,10 @@ def start_mesh(config: Config) -> Mesh:
     """The mesh of a config, after all checks that do not need data."""
     check_same_everywhere(facts_of(config))
     check_settings()
-    mesh = make_mesh(mesh_config(config, jax.devices()))
+    mesh = make_mesh(mesh_config(config.mesh, jax.devices()))
     compiler.options("train", mesh, config.mesh.compiler_options)
     share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
-    check_batch_fits(config, mesh)
+    check_batch_fits(config.train, mesh)
     check_writable("train.out_dir", Path(config.train.out_dir))
     check_trackers(config.train.trackers)
     if local := config.train.local_checkpoint_dir:
@@ -704,8 +699,8 @@ def load_setup(
     def num_bytes() -> float:
         return state_bytes(make_task(setup, network, *parts))
 
-    mesh = make_mesh(mesh_config(config, list(mesh.devices.flat), num_bytes))
-    check_model_fits(config, mesh)
+    mesh = make_mesh(mesh_config(config.mesh, list(mesh.devices.flat), num_bytes))
+    check_model_fits(config.model, config.data.seq_len, mesh)
     return replace(setup, mesh=mesh), corpus
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import types
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import tiny_run
 
 import dlm_jax.config as configs
+from dlm_jax.training import metrics
 from dlm_jax.training.signals import stop_on_signals
 from dlm_jax.training.trainer import Trainer, prepare
 
@@ -79,7 +81,7 @@ def test_compiling_evaluating_and_showing_samples_do_not_count_as_training_time(
         clock[0] += seconds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dlm_jax.training.trainer.time.perf_counter", lambda: clock[0])
+        patch.setattr(metrics, "time", types.SimpleNamespace(time=lambda: clock[0]))
         _before_steps(lambda loop: wait(1.0), patch)
         for name in ("_compile_train_step", "held_out"):
             usual = getattr(Trainer, name)

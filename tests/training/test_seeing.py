@@ -62,7 +62,7 @@ def test_every_line_tells_where_the_time_went(finished):
 
 def test_waiting_for_input_is_told_apart_from_waiting_for_the_device(tmp_path, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("dlm_jax.training.trainer.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(time=lambda: clock[0]))
 
     class Slow:
         def __init__(self, batches):
