@@ -24,6 +24,7 @@ from dlm_jax.distributed.partitions import (
     make_mesh,
     named_leaves,
 )
+from dlm_jax.heads import Stage
 from dlm_jax.progress import waiting
 from dlm_jax.randomness import check_settings, key_of
 from dlm_jax.training.init_from import load_data
@@ -223,12 +224,9 @@ def planned_task(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None)
     return make_task(Setup(config, tokenizer, mesh))
 
 
-def lowered_step(
-    config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None
-) -> tuple[jax.stages.Lowered, Task]:
-    """The lowered training step of `plan`, which has the same arguments, and its task."""
-    task, train = planned_task(config, mesh, tokenizer), config.train
-    stage, state = task.stage(train.steps), task.abstract_state()
+def lower_step(task: Task, stage: Stage, state: TrainState) -> jax.stages.Lowered:
+    """The training step of a stage, for a state or its shapes, before it is compiled."""
+    config, train, mesh = task.setup.config, task.setup.config.train, task.setup.mesh
     step = make_train_step(
         task.loss(stage),
         task.optimizer(stage),
@@ -240,7 +238,7 @@ def lowered_step(
         compiler_options=config.mesh.compiler_options,
     )
     batch = abstract_batch(config, batch_sharding(mesh, train.batch_size))
-    return step.lower(state, batch, jax.eval_shape(lambda: key_of(0))), task
+    return step.lower(state, batch, jax.eval_shape(lambda: key_of(0)))
 
 
 def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
@@ -252,8 +250,9 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     Raises:
       ValueError: the batch or the model does not fit the mesh, or the step does not fit in memory.
     """
-    lowered, task = lowered_step(config, mesh, tokenizer)
-    state, train = task.abstract_state(), config.train
+    task, train = planned_task(config, mesh, tokenizer), config.train
+    state = task.abstract_state()
+    lowered = lower_step(task, task.stage(train.steps), state)
     start, kind = time.perf_counter(), mesh.devices.flat[0].device_kind
     try:
         with waiting(f"compiling the training step for {mesh.size} devices ({kind})"):

@@ -74,6 +74,7 @@ from dlm_jax.training.optimisers import parameter_groups
 from dlm_jax.training.plan import (
     check_batch_fits,
     check_model_fits,
+    lower_step,
     mesh_config,
     model_flops,
     state_bytes,
@@ -93,10 +94,8 @@ from dlm_jax.training.tasks import (
 from dlm_jax.training.train_step import (
     Metrics,
     TrainState,
-    abstract_batch,
     check_adds_up,
     compile_eval_step,
-    make_train_step,
 )
 from dlm_jax.types import Network, Params
 
@@ -583,30 +582,19 @@ class Trainer:
 
     def _compile_train_step(self) -> None:
         """Compiles the training step for the stage of the next step."""
-        run, train = self.run, self.run.config.train
-        self._stage = run.task.stage(self.step)
-        step = make_train_step(
-            run.task.loss(self._stage),
-            run.task.optimizer(self._stage),
-            self.state,
-            mesh=run.mesh,
-            batch_size=train.batch_size,
-            accumulate=train.accumulate,
-            ema_decay=run.config.optim.ema_decay,
-            compiler_options=run.config.mesh.compiler_options,
-        )
+        task = self.run.task
+        self._stage = task.stage(self.step)
         start = time.perf_counter()
         # The step is compiled ahead of time, so that the training rate excludes compilation.
         with waiting("compiling the training step", is_shown=jax.process_index() == 0):
-            batch = abstract_batch(run.config, self._rows)
-            self._train_step = step.lower(self.state, batch, run.noise_key).compile()
+            self._train_step = lower_step(task, self._stage, self.state).compile()
         require_working_room(
             self._train_step,
-            run.mesh.devices.flat,
+            self.run.mesh.devices.flat,
             "a training step",
             "lower train.batch_size, or raise train.accumulate",
         )
-        what = f" of {self._stage}" if any(not one.joins_main for one in run.task.heads) else ""
+        what = f" of {self._stage}" if any(not one.joins_main for one in task.heads) else ""
         say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
 
     def _place(self, rows: dict[str, np.ndarray]) -> Batch:
