@@ -4,7 +4,7 @@ from dlm_jax.data import Setup
 from dlm_jax.diffusion.losses import Loss
 from dlm_jax.diffusion.objectives import Batch, Example, MixedExample, Mixture, NetworkObjective
 from dlm_jax.heads import Head, HeadInputs
-from dlm_jax.training.problem import Problem, problem
+from dlm_jax.training.custom_loop import Problem, problem
 from dlm_jax.training.trainer import Outcome, Run, describe, prepare, run_loop, say, train
 
 __all__ = [
