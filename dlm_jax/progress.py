@@ -51,15 +51,15 @@ class Progress:
         self._seconds = 0.0
         self._bar: tqdm[Any] | None = None
         self._ended = threading.Event()
-        stream = sys.stderr if stream is None else stream
-        if is_shown and getattr(stream, "isatty", lambda: False)():
+        to = sys.stderr if stream is None else stream
+        if is_shown and getattr(to, "isatty", lambda: False)():
             # The bar is delayed, so that an early error is printed without a bar.
             self._bar = tqdm(
                 total=total,
                 initial=done,
                 desc=name,
                 unit=unit,
-                file=stream,
+                file=to,
                 delay=1,
                 dynamic_ncols=True,
                 mininterval=0.5,
@@ -68,7 +68,7 @@ class Progress:
                 else "{desc}: {n_fmt} {unit}s [{elapsed}{postfix}]",
             )
         elif is_shown:
-            _write_lines(self.line, stream, self._ended)
+            _write_lines(self.line, to, self._ended)
 
     def __enter__(self) -> Progress:
         return self

@@ -266,7 +266,7 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
             "raise mesh.fsdp, or use another model.remat, a larger train.accumulate or a "
             "smaller train.batch_size"
         ) from None
-    seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    seconds, memory = time.perf_counter() - start, cast(Any, compiled.memory_analysis())
     state_size = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
