@@ -2,6 +2,14 @@
 
 `train` is `prepare`, which makes the mesh, the data and the state of a run, and `run_loop`, which
 takes its steps and calls a hook every n steps.
+
+- A resumed run equals an uninterrupted one, bit for bit: step s reads batch s and draws the noise of
+  step s, and metrics without a record are saved with the state.
+- Nothing is written before config, data and directories have been checked, and a directory belongs
+  to one run at a time.
+- All processes decide alike, at the same step.
+- A signal stops a run after a step and its hooks, and the state is saved.
+- A value that is not finite stops a run, and the last good checkpoint stays.
 """
 
 from __future__ import annotations
