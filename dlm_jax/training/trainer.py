@@ -3,8 +3,8 @@
 `train` is `prepare`, which makes the mesh, the data and the state of a run, and `run_loop`, which
 takes its steps and calls a hook every n steps.
 
-- A resumed run equals an uninterrupted one, bit for bit: step s reads batch s and draws the noise of
-  step s, and metrics without a record are saved with the state.
+- A resumed run equals an uninterrupted one, bit for bit: step s reads batch s and draws noise s,
+  and metrics without a record are saved with the state.
 - Nothing is written before config, data and directories have been checked, and a directory belongs
   to one run at a time.
 - All processes decide alike, at the same step.
