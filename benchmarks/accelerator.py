@@ -47,7 +47,7 @@ from dlm_jax.model import attention
 from dlm_jax.model.attention import BesideClean, InBlocks, causal
 from dlm_jax.model.transformer import build
 from dlm_jax.randomness import key_of
-from dlm_jax.training.plan import lowered_step, model_flops
+from dlm_jax.training.plan import lower_step, model_flops, planned_task
 from dlm_jax.training.tasks import Task
 
 HERE = "here"
@@ -255,8 +255,9 @@ def _error(row: Attention, given: Any, found: Any) -> float:
 
 def training_program(row: Row, mesh: Mesh) -> tuple[jax.stages.Compiled, Task]:
     """The compiled step of a row, and its task."""
-    lowered, task = lowered_step(config_of(row), mesh)
-    return lowered.compile(), task
+    task = planned_task(config_of(row), mesh)
+    stage = task.stage(task.setup.config.train.steps)
+    return lower_step(task, stage, task.abstract_state()).compile(), task
 
 
 def measure_training(row: Row, made: tuple[Any, Task], peak: dict[str, float]) -> dict[str, Any]:

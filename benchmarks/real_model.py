@@ -47,9 +47,8 @@ from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.scoring import score_rows
 from dlm_jax.model.transformer import build
 from dlm_jax.published import read_shape
-from dlm_jax.training.metrics import METRICS, read_records
+from dlm_jax.training.metrics import METRICS, peak_flops, read_records
 from dlm_jax.training.plan import lines, model_flops, plan
-from dlm_jax.training.train_loop import peak_flops
 
 FROZEN_OUT = ("adapters", "sampler_head")
 """Parameters that train, and that the results contain."""

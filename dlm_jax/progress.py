@@ -16,7 +16,7 @@ EVERY = 10.0
 
 
 class Progress:
-    """A context manager that reports progress through pieces of work of different sizes.
+    """A context manager that reports progress through pieces of work.
 
     The remaining time is estimated from the mean rate up to the last finished piece, excluding time
     spent on other work, such as compilation.
@@ -26,7 +26,6 @@ class Progress:
       total: number of pieces; None if unknown.
       unit: name of a piece, such as ``step``.
       done: number of pieces finished earlier.
-      work: total work of the remaining pieces, in any unit; by default 1 per piece.
       idle: returns the seconds spent on other work so far.
       compiling: returns the name of the program that is being compiled, or an empty string.
       stream: stream to write to; None means standard error.
@@ -40,29 +39,27 @@ class Progress:
         unit: str,
         *,
         done: int = 0,
-        work: float | None = None,
         idle: Callable[[], float] = lambda: 0.0,
         compiling: Callable[[], str] = lambda: "",
         stream: TextIO | None = None,
         is_shown: bool = True,
     ):
-        self._name, self._total, self._unit, self._done = name, total, unit, done
-        self._work = work if work is not None or total is None else float(total - done)
-        self._worked = 0.0
+        self._name, self._total, self._unit = name, total, unit
+        self._done_before = self._done = done
         self._idle, self._note, self._compiling = idle, "", compiling
-        self._stream = sys.stderr if stream is None else stream
-        self._start, self._idle_before = time.perf_counter(), idle()
+        self._start = time.perf_counter() - idle()
         self._seconds = 0.0
         self._bar: tqdm[Any] | None = None
         self._ended = threading.Event()
-        if is_shown and getattr(self._stream, "isatty", lambda: False)():
+        to = sys.stderr if stream is None else stream
+        if is_shown and getattr(to, "isatty", lambda: False)():
             # The bar is delayed, so that an early error is printed without a bar.
             self._bar = tqdm(
                 total=total,
                 initial=done,
                 desc=name,
                 unit=unit,
-                file=self._stream,
+                file=to,
                 delay=1,
                 dynamic_ncols=True,
                 mininterval=0.5,
@@ -71,7 +68,7 @@ class Progress:
                 else "{desc}: {n_fmt} {unit}s [{elapsed}{postfix}]",
             )
         elif is_shown:
-            _write_lines(self.line, self._stream, self._ended)
+            _write_lines(self.line, to, self._ended)
 
     def __enter__(self) -> Progress:
         return self
@@ -79,18 +76,9 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def update(
-        self, pieces: int = 1, *, work: float | None = None, note: str | None = None
-    ) -> None:
-        """Counts pieces as done.
-
-        Args:
-          pieces: number of pieces.
-          work: total work of these pieces; by default 1 per piece.
-          note: new text after the remaining time; None keeps the previous text.
-        """
+    def update(self, pieces: int = 1, *, note: str | None = None) -> None:
+        """Counts pieces as done. A new `note` replaces the text after the remaining time."""
         self._done += pieces
-        self._worked += pieces if work is None else work
         # Other work, such as compilation, is only known once it has ended, as it has here.
         self._seconds = self.seconds()
         self._note = self._note if note is None else note
@@ -100,14 +88,14 @@ class Progress:
 
     def seconds_left(self) -> float | None:
         """Estimated remaining time in seconds; None while unknown."""
-        if self._work is None or self._worked <= 0:
+        finished = self._done - self._done_before
+        if self._total is None or finished <= 0:
             return None
-        return self._seconds * max(0.0, self._work - self._worked) / self._worked
+        return self._seconds * max(0, self._total - self._done) / finished
 
     def seconds(self) -> float:
         """Seconds since the start, excluding time spent on other work."""
-        idle = self._idle() - self._idle_before
-        return max(0.0, time.perf_counter() - self._start - idle)
+        return max(0.0, time.perf_counter() - self._start - self._idle())
 
     def line(self) -> str:
         """The progress as one line."""

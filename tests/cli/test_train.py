@@ -15,7 +15,7 @@ import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli import train
 from dlm_jax.training.metrics import read_records
-from dlm_jax.training.run import prepare
+from dlm_jax.training.trainer import prepare
 
 
 def _arguments(out_dir: Path, **changes: object) -> list[str]:

@@ -24,7 +24,7 @@ from dlm_jax.model.context import (
     paired,
     pieces_of,
 )
-from dlm_jax.training.checks import check_model_fits
+from dlm_jax.training.plan import check_model_fits
 
 BLOCK, ROWS, HEADS, GROUPS, SIZE = 3, 4, 4, 2, 8
 LENGTH = jnp.array([24, 17, 5, 24])
@@ -189,4 +189,4 @@ def test_rows_that_cannot_be_split_are_refused_by_name(model, line):
     order = SamplingParams(order="left_to_right")
     config = Config(model=toy.config(**model), data=DataConfig(seq_len=24), sample=order)
     with pytest.raises(ValueError, match=f"^{line}[^\n]+$"):
-        check_model_fits(config, _mesh(data=1, context=2))
+        check_model_fits(config.model, config.data.seq_len, _mesh(data=1, context=2))

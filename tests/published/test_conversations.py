@@ -18,7 +18,7 @@ from dlm_jax.cli import evaluation, exporter, sample
 from dlm_jax.data import load_corpus, validation_windows
 from dlm_jax.inference.request import make_requests
 from dlm_jax.published import ChatTemplate
-from dlm_jax.training.run import prepare
+from dlm_jax.training.trainer import prepare
 
 BPE = cases.bpe_tokenizer()
 TALK = [

@@ -24,8 +24,7 @@ from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.model.transformer import build
 from dlm_jax.published.families import family_for
 from dlm_jax.store import load_meta
-from dlm_jax.training.run import prepare
-from dlm_jax.training.train_loop import run_loop
+from dlm_jax.training.trainer import prepare, run_loop
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from dlm_jax.data import HubTokenizer, from_json
 from dlm_jax.harness.lm import asked_of, texts
 from dlm_jax.published import read_shape
 from dlm_jax.settings import SettingError
-from dlm_jax.training.run import adopted
+from dlm_jax.training.init_from import adopt_model
 
 LETTERS = {letter: id_ for id_, letter in enumerate(cases.LETTERS)}
 EOS = len(LETTERS)
@@ -209,10 +209,10 @@ def test_filling_with_a_causal_model_is_refused_by_name(tmp_path):
 def test_training_to_fill_holes_adds_a_mask_and_training_a_causal_model_does_not(tmp_path):
     _theirs(tmp_path / "m")
     train = TrainConfig(init_from=str(tmp_path / "m"))
-    config, tokenizer = adopted(Config(train=train))
+    config, tokenizer = adopt_model(Config(train=train))
     assert config.model.vocab_size == tokenizer.vocab_size == EOS + 2
     assert tokenizer.mask_id == EOS + 1
     model = ModelConfig(attention_type="causal")
     sample = SamplingParams(order="left_to_right")
-    config, tokenizer = adopted(Config(train=train, model=model, sample=sample))
+    config, tokenizer = adopt_model(Config(train=train, model=model, sample=sample))
     assert config.model.vocab_size == tokenizer.vocab_size == EOS + 1

@@ -25,8 +25,7 @@ from dlm_jax.published.families import family_for
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.loop import start
 from dlm_jax.sampling.state import step_chain
-from dlm_jax.training.run import prepare
-from dlm_jax.training.train_loop import run_loop
+from dlm_jax.training.trainer import prepare, run_loop
 
 transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
 torch = pytest.importorskip("torch", reason="torch is in an optional extra")

@@ -205,7 +205,7 @@ def test_an_exported_causal_model_reads_and_writes_the_same_text(loaded, tmp_pat
 
 
 def test_a_run_from_a_causal_model_keeps_its_alignment_unless_it_is_converted(loaded, tmp_path):
-    from dlm_jax.training.run import adopted
+    from dlm_jax.training.init_from import adopt_model
 
     model, _, _ = loaded
     assert isinstance(model, Model)
@@ -218,7 +218,7 @@ def test_a_run_from_a_causal_model_keeps_its_alignment_unless_it_is_converted(lo
             train=Config().train.__class__(init_from=str(tmp_path / "copy")),
             sample=Config().sample.__class__(**settings),
         )
-        found = adopted(config)[0].model
+        found = adopt_model(config)[0].model
         return found.attention_type, found.logit_alignment, found.start_id
 
     assert begun(attention_type="causal") == ("causal", "shifted", -1)

@@ -118,7 +118,7 @@ def test_a_killed_run_continues_from_its_local_checkpoint_as_if_uninterrupted(tm
         "train__local_checkpoint_every": 3,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dlm_jax.training.train_loop.StopRequest.at", kill)
+        patch.setattr("dlm_jax.training.signals.StopRequest.at", kill)
         with pytest.raises(Killed):
             tiny_run.run(tmp_path / "run", **given)
     outcome = tiny_run.run(tmp_path / "run", report=lines.append, **given)

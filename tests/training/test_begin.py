@@ -16,14 +16,15 @@ import toy_model
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.config import Config, DataConfig, MeshConfig
+from dlm_jax.config import Config, DataConfig, MeshConfig, TrainConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model.transformer import build
 from dlm_jax.store import load_weights, save_weights
 from dlm_jax.training.checks import check_same_run
-from dlm_jax.training.run import begin_with, prepare
+from dlm_jax.training.init_from import load_initial_params
 from dlm_jax.training.train_step import TrainState
+from dlm_jax.training.trainer import prepare
 
 TOKENIZER = toy_model.TOKENIZER
 HEADS = {"add_sampler_head": True, "sampler_context": 2, "add_critic_head": True}
@@ -48,9 +49,12 @@ def _fresh(**changes: Any) -> TrainState:
     return jax.device_put(state, shardings(state, axes_of(build(_model(**changes))), mesh))
 
 
-def _begun(source: str, fresh: TrainState, tokenizer: Any, **given: Any) -> TrainState:
+def _begun(
+    source: str, fresh: TrainState, tokenizer: Any, *, model: Any, report: Any
+) -> TrainState:
     """The state of a run that begins with a model."""
-    return fresh.begun_with(begin_with(source, fresh.params, tokenizer, **given))
+    config = Config(model=model, train=TrainConfig(init_from=source))
+    return fresh.begun_with(load_initial_params(config, fresh.params, tokenizer, report=report))
 
 
 def _trained(path: Path, **changes: Any) -> str:
@@ -110,7 +114,7 @@ def test_heads_that_the_run_does_not_have_are_left_out_and_it_says_so(tmp_path):
 
 def test_without_a_source_the_state_is_as_it_was():
     fresh = _fresh().params
-    assert begin_with("", fresh, TOKENIZER, model=_model(), report=pytest.fail) is fresh
+    assert load_initial_params(Config(), fresh, TOKENIZER, report=pytest.fail) is fresh
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import tiny_run
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.store import Checkpoints, load_params
-from dlm_jax.training import train_loop
+from dlm_jax.training import trainer
 from dlm_jax.training.run import Best
 
 META = {"config": {}}
@@ -86,13 +86,13 @@ def test_a_damaged_one_is_replaced(tmp_path):
 def falling_then_rising(monkeypatch):
     """Evaluations that are best in the middle of the run."""
     figures = iter([3.0, 2.0, 4.0, 5.0])
-    of = train_loop.bound_of
+    of = trainer.bound_of
 
     def bound_of(nats_N, free_N):
         found = of(nats_N, free_N)
         return found | {"bound": next(figures)}
 
-    monkeypatch.setattr(train_loop, "bound_of", bound_of)
+    monkeypatch.setattr(trainer, "bound_of", bound_of)
 
 
 def test_a_run_keeps_its_best_model_beside_the_newest(tmp_path, falling_then_rising):

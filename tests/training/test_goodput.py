@@ -7,9 +7,10 @@ import types
 import pytest
 import tiny_run
 
-from dlm_jax.training import metrics, train_loop
+from dlm_jax.training import metrics, trainer
 from dlm_jax.training.metrics import read_records, wall_of
-from dlm_jax.training.train_loop import StopRequest, _Loop
+from dlm_jax.training.signals import StopRequest
+from dlm_jax.training.trainer import Trainer
 
 GIVEN = {"train__steps": 12, "train__log_every": 3, "train__eval_every": 6}
 STEP, COMPILE, EVALUATE, SAVE, DOWN = 1.0, 100.0, 10.0, 5.0, 1000.0
@@ -35,10 +36,10 @@ def now(monkeypatch):
 
         monkeypatch.setattr(owner, name, slow)
 
-    lasting(_Loop, "take_step", STEP)
-    lasting(_Loop, "_compile_train_step", COMPILE)
-    lasting(train_loop, "held_out", EVALUATE)
-    lasting(train_loop.Checkpoints, "save", SAVE)
+    lasting(Trainer, "take_step", STEP)
+    lasting(Trainer, "_compile_train_step", COMPILE)
+    lasting(Trainer, "held_out", EVALUATE)
+    lasting(trainer.Checkpoints, "save", SAVE)
     return clock
 
 

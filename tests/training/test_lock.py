@@ -16,8 +16,7 @@ import tiny_run
 import dlm_jax.config as configs
 from dlm_jax.store import Checkpoints
 from dlm_jax.store.files import LOCK, DirectoryLock, located
-from dlm_jax.training.run import prepare
-from dlm_jax.training.train_loop import run_loop
+from dlm_jax.training.trainer import prepare, run_loop
 
 
 def _locks(directory) -> bool:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import types
 
 import jax
 import numpy as np
@@ -11,14 +12,14 @@ import pytest
 import tiny_run
 
 import dlm_jax.config as configs
-from dlm_jax.training import train_loop as loop_module
-from dlm_jax.training.run import prepare
-from dlm_jax.training.train_loop import _Loop, held_out, stop_on_signals
+from dlm_jax.training import metrics
+from dlm_jax.training.signals import stop_on_signals
+from dlm_jax.training.trainer import Trainer, prepare
 
 
 def _before_steps(act, patch: pytest.MonkeyPatch) -> None:
-    take_step = _Loop.take_step
-    patch.setattr(_Loop, "take_step", lambda loop: (act(loop), take_step(loop))[1])
+    take_step = Trainer.take_step
+    patch.setattr(Trainer, "take_step", lambda loop: (act(loop), take_step(loop))[1])
 
 
 def _saved_steps(out_dir) -> list[str]:
@@ -80,16 +81,16 @@ def test_compiling_evaluating_and_showing_samples_do_not_count_as_training_time(
         clock[0] += seconds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dlm_jax.training.train_loop.time.perf_counter", lambda: clock[0])
+        patch.setattr(metrics, "time", types.SimpleNamespace(time=lambda: clock[0]))
         _before_steps(lambda loop: wait(1.0), patch)
-        for owner, name in ((_Loop, "_compile_train_step"), (loop_module, "held_out")):
-            usual = getattr(owner, name)
+        for name in ("_compile_train_step", "held_out"):
+            usual = getattr(Trainer, name)
 
             def slow(*args, original=usual, **named):
                 wait(1000.0)
                 return original(*args, **named)
 
-            patch.setattr(owner, name, slow)
+            patch.setattr(Trainer, name, slow)
         tiny_run.run(tmp_path, train__log_every=8, train__eval_every=2, train__sample_every=2,
                      show_sample=lambda run, state, step: wait(1000.0))  # fmt: skip
     lines = tiny_run.read_records(tmp_path / "metrics.jsonl")
@@ -103,7 +104,7 @@ def prepared(tmp_path):
     with tiny_run.on_devices(1):
         run = prepare(configs.load(None, tiny_run.flags(tmp_path)), report=print)
     with run.checkpoints:
-        loop = _Loop(run)
+        loop = Trainer(run)
         yield loop
         loop.close()
 
@@ -116,10 +117,7 @@ def test_the_same_parameters_are_always_given_the_same_bound(prepared):
 
 
 def test_rows_that_fill_the_last_batch_do_not_count(prepared):
-    nats_N, length_N = held_out(
-        prepared._run, prepared._eval_step, prepared.state.best_params,
-        part=(prepared._share, prepared._shares), place=prepared._place,
-    )  # fmt: skip
+    nats_N, length_N = prepared.held_out()
     assert len(nats_N) == len(length_N) == 8
     assert (length_N > 0).sum() == 4
     assert (nats_N[length_N == 0] == 0).all()
@@ -219,7 +217,7 @@ def test_training_outside_the_main_thread_leaves_signals_alone():
     assert seen == [0]
 
 
-def _spoil(loop: _Loop) -> None:
+def _spoil(loop: Trainer) -> None:
     # Only what the step computes can turn non-finite, so spoil what it starts from.
     if loop.step == 6:
         params = jax.tree.map(lambda leaf: leaf * np.nan, loop.state.params)

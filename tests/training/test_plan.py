@@ -8,7 +8,7 @@ import tiny_run
 import toy
 
 import dlm_jax.config as configs
-import dlm_jax.training.run
+import dlm_jax.training.plan
 from dlm_jax.config import (
     Config,
     MeshConfig,
@@ -16,8 +16,8 @@ from dlm_jax.config import (
 )
 from dlm_jax.distributed.mesh import CHIPS, device_bytes
 from dlm_jax.distributed.partitions import make_mesh
-from dlm_jax.training.plan import model_flops, planned_task
-from dlm_jax.training.run import mesh_config, prepare, state_bytes
+from dlm_jax.training.plan import mesh_config, model_flops, planned_task, state_bytes
+from dlm_jax.training.trainer import prepare
 
 
 def test_the_work_of_a_model_is_that_of_its_products_three_times_over():
@@ -68,7 +68,7 @@ def test_a_model_is_split_over_as_few_chips_as_leave_room_unless_the_config_says
     def chosen(width: int, **mesh) -> int:
         model = toy.config(width=width, heads=width // 64, vocab_size=1024)
         config = Config(model=model, mesh=MeshConfig(**mesh))
-        return mesh_config(config, [_Chip()] * 16, lambda: _size(config)).fsdp
+        return mesh_config(config.mesh, [_Chip()] * 16, lambda: _size(config)).fsdp
 
     assert chosen(256) == 1
     assert chosen(256, fsdp=8) == 8
@@ -96,7 +96,7 @@ def test_the_memory_of_a_gpu_is_that_of_a_local_one_of_its_kind(monkeypatch):
 def test_a_cpu_has_no_known_memory_and_splits_nothing():
     assert device_bytes(jax.devices()[0]) == 0
     config = Config(model=toy.config())
-    assert mesh_config(config, jax.devices(), lambda: _size(config)).fsdp == 0
+    assert mesh_config(config.mesh, jax.devices(), lambda: _size(config)).fsdp == 0
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def accelerators(monkeypatch):
     """Eight devices that are taken for accelerators with so many bytes of memory."""
 
     def make(num_bytes: float) -> None:
-        monkeypatch.setattr(dlm_jax.training.run, "device_bytes", lambda device: num_bytes)
+        monkeypatch.setattr(dlm_jax.training.plan, "device_bytes", lambda device: num_bytes)
 
     return make
 

@@ -11,10 +11,9 @@ import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.store import files
 from dlm_jax.store.files import program_facts
-from dlm_jax.training import run as runs
+from dlm_jax.training import trainer
 from dlm_jax.training.checks import facts_of
-from dlm_jax.training.run import prepare
-from dlm_jax.training.train_loop import describe
+from dlm_jax.training.trainer import describe, prepare
 
 
 @pytest.fixture
@@ -55,17 +54,21 @@ def test_hosts_compare_the_version_and_the_source_code_of_the_package():
 
 
 def test_hosts_compare_the_source_code_of_custom_parts(tmp_path, monkeypatch):
-    (tmp_path / "rewards_here.py").write_text("def short(prompts, answers):\n    return []\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    import rewards_here  # type: ignore[import-not-found]
+    compared: list[dict] = []
+    monkeypatch.setattr(trainer, "check_same_everywhere", compared.append)
+    for factor in ("1.0", "0.5"):
+        (tmp_path / "factors_here.py").write_text(f"def constant(step):\n    return {factor}\n")
+        import factors_here  # type: ignore[import-not-found]
 
-    compared = [runs._sources_of([None, rewards_here.short])]
-    (tmp_path / "rewards_here.py").write_text("def short(prompts, answers):\n    return [1]\n")
-    compared.append(runs._sources_of([None, rewards_here.short]))
-    names = ["source code of short"]
-    assert sorted(compared[0]) == sorted(compared[1]) == names
-    assert all(compared[0][name] != compared[1][name] for name in names)
-    del sys.modules["rewards_here"]
+        with tiny_run.on_devices(1):
+            flags = tiny_run.flags(tmp_path / "run")
+            run = prepare(configs.load(None, flags), schedule=factors_here.constant, report=print)
+        run.checkpoints.close()
+    name = "source code of constant"
+    before, after = (facts[name] for facts in compared if name in facts)
+    assert before != after
+    del sys.modules["factors_here"]
 
 
 def test_a_resumed_run_prints_its_program_and_that_of_its_checkpoint_if_another(
@@ -87,7 +90,7 @@ def test_a_resumed_run_prints_its_program_and_that_of_its_checkpoint_if_another(
     same = f"program: version of dlm_jax {dlm_jax.__version__}, source code of dlm_jax {digest}"
     assert told() == [same]
     other = {"version of dlm_jax": "9.9", "source code of dlm_jax": "f" * 16}
-    monkeypatch.setattr(runs, "program_facts", lambda: other)
+    monkeypatch.setattr(trainer, "program_facts", lambda: other)
     assert told() == [
         f"program: version of dlm_jax 9.9, source code of dlm_jax {'f' * 16}",
         f"step 5 was saved by another {same}",

@@ -19,8 +19,7 @@ from dlm_jax.diffusion.corruption import LINEAR
 from dlm_jax.diffusion.objectives import elbo
 from dlm_jax.model.lora import merged
 from dlm_jax.model.transformer import build
-from dlm_jax.training.run import prepare
-from dlm_jax.training.train_loop import run_loop
+from dlm_jax.training.trainer import prepare, run_loop
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 

@@ -19,7 +19,8 @@ from jax_settings import jax_setting
 import dlm_jax.config as configs
 from dlm_jax.training.checks import check_same_run
 from dlm_jax.training.metrics import read_records
-from dlm_jax.training.train_loop import StopRequest, _Loop
+from dlm_jax.training.signals import StopRequest
+from dlm_jax.training.trainer import Trainer
 
 STEPS = int(tiny_run.FLAGS["train.steps"])
 
@@ -99,10 +100,10 @@ def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(t
     largest.write_bytes(largest.read_bytes()[:-1])
     lines: list[str] = []
     started: list[int] = []
-    take_step = _Loop.take_step
+    take_step = Trainer.take_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            _Loop, "take_step", lambda loop: (started.append(loop.step), take_step(loop))[1]
+            Trainer, "take_step", lambda loop: (started.append(loop.step), take_step(loop))[1]
         )
         outcome = tiny_run.run(out_dir, report=lines.append)
     assert started[0] == 4
@@ -225,7 +226,7 @@ def test_a_run_continues_bit_for_bit_whatever_keys_jax_makes_by_default(tmp_path
 
 def test_a_run_is_not_continued_where_the_same_keys_give_other_draws(whole, monkeypatch):
     other = {"draws": [1, 2, 0.5], "version of jax": "9.9.9"}
-    monkeypatch.setattr("dlm_jax.training.run.fingerprint", lambda: other)
+    monkeypatch.setattr("dlm_jax.training.trainer.fingerprint", lambda: other)
     told = f"jax {jax.__version__}, which draws different random numbers from jax 9.9.9"
     with pytest.raises(ValueError, match=told):
         tiny_run.run(whole[0])

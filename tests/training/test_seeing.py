@@ -12,11 +12,12 @@ import tiny_run
 
 import dlm_jax.config as configs
 from dlm_jax.cli import train
+from dlm_jax.cli.train import parse_span
 from dlm_jax.config import ModelConfig
-from dlm_jax.training import metrics, train_loop
+from dlm_jax.training import metrics
 from dlm_jax.training.metrics import Journal, loss_curves, read_records
 from dlm_jax.training.plan import model_flops
-from dlm_jax.training.train_loop import Profile, _Loop, parse_span
+from dlm_jax.training.trainer import Trainer
 
 SHORT = {
     "train__steps": 6,
@@ -32,7 +33,7 @@ def finished(tmp_path_factory):
     """A run with a trace and TensorBoard, on a device that says what it can do."""
     out_dir = tmp_path_factory.mktemp("seen") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_loop, "peak_flops", lambda device: 1e12)
+        patch.setattr(metrics, "peak_flops", lambda device: 1e12)
         given = SHORT | {"train__trackers": "tensorboard"}
         with tiny_run.on_devices(1):
             run = tiny_run.prepare(
@@ -61,7 +62,7 @@ def test_every_line_tells_where_the_time_went(finished):
 
 def test_waiting_for_input_is_told_apart_from_waiting_for_the_device(tmp_path, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("dlm_jax.training.train_loop.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(time=lambda: clock[0]))
 
     class Slow:
         def __init__(self, batches):
@@ -74,7 +75,7 @@ def test_waiting_for_input_is_told_apart_from_waiting_for_the_device(tmp_path, m
         def close(self):
             self._batches.close()
 
-    take_step = _Loop.take_step
+    take_step = Trainer.take_step
 
     def slow(loop):
         if not isinstance(loop._batches, Slow):
@@ -82,7 +83,7 @@ def test_waiting_for_input_is_told_apart_from_waiting_for_the_device(tmp_path, m
         clock[0] += 2.0
         take_step(loop)
 
-    monkeypatch.setattr(_Loop, "take_step", slow)
+    monkeypatch.setattr(Trainer, "take_step", slow)
     tiny_run.run(tmp_path, **SHORT)
     for line in _lines(tmp_path):
         assert (line["step_seconds"], line["input_seconds"]) == (5.0, 3.0)
@@ -92,13 +93,14 @@ def test_waiting_for_input_is_told_apart_from_waiting_for_the_device(tmp_path, m
 def test_the_rate_of_the_pipeline_is_that_of_its_usual_batch_beside_what_a_step_needs(finished):
     out_dir, run = finished
     assert all(line["pipeline_tokens_per_second"] > 0 for line in _lines(out_dir))
-    meter = train_loop.Meter(run, shares=2)
+    rows, length = run.config.train.batch_size, run.config.data.seq_len
+    meter = metrics.Meter(rows * length, 2, 1.0, list(run.mesh.devices.flat))
     for seconds in (0.5, 9.0, 0.5):
         meter.read(seconds)
     with meter.waiting_for("input"):
         pass
     figures = meter.figures(1, 5.0) | {"input_seconds": 1.0}
-    own = run.config.train.batch_size * run.config.data.seq_len / 2
+    own = rows * length / 2
     assert figures["pipeline_tokens_per_second"] == own / 0.5
     line = meter.rates(figures)
     assert f"needs {own / 4:,.0f} tokens/s" in line and f"delivers {own / 0.5:,.0f} " in line
@@ -155,16 +157,30 @@ def test_the_trace_is_of_the_steps_that_were_asked_for(finished):
 
 
 def test_a_trace_begins_and_ends_once_and_waits_for_its_last_step(tmp_path, monkeypatch):
-    log: list[str] = []
+    log: list[object] = []
+    place = Trainer._place
+
+    def noting(trainer, rows):
+        log.append(trainer.step + 1)
+        return place(trainer, rows)
+
+    monkeypatch.setattr(Trainer, "_place", noting)
     monkeypatch.setattr("jax.profiler.start_trace", lambda path: log.append("start"))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: log.append("stop"))
-    profile = Profile((3, 4), tmp_path)
-    for step in range(1, 7):
-        profile.before(step)
-        log.append(str(step))
-        profile.after(step, lambda: log.append("settle"), lambda line: log.append("told"))
-    profile.stop()
-    assert log == ["1", "2", "start", "3", "4", "settle", "stop", "told", "5", "6"]
+    settle = Trainer._settle
+
+    def settling(trainer):
+        settle(trainer)
+        log.append(f"settled {trainer.step}")
+
+    monkeypatch.setattr(Trainer, "_settle", settling)
+    given = SHORT | {"train__log_every": 6, "train__eval_every": 6}
+    flags = tiny_run.flags(tmp_path, **given)
+    with tiny_run.on_devices(1):
+        run = tiny_run.prepare(configs.load(None, flags), report=print)
+    with run.checkpoints:
+        tiny_run.run_loop(run, profile=(3, 4))
+    assert log[: log.index(6)] == [1, "settled 1", 2, "start", 3, 4, "settled 4", "stop", 5]
 
 
 @pytest.mark.parametrize("text", ["10", "10:", ":3", "3:2", "0:4", "a:b", "-1:3", "1:2:3"])
@@ -189,7 +205,7 @@ def test_weights_and_biases_is_given_the_records_where_it_is_asked_for(tmp_path,
     monkeypatch.setitem(sys.modules, "wandb", module)
     for identity in ("a", "a", "b"):
         tracker = metrics._TRACKERS["wandb"](tmp_path / "run", {"a": 1}, identity, 0)
-        tracker.write({"kind": "train", "step": 3, "time": 1.0, "loss": 2.5})
+        tracker.write(3, {"train/loss": 2.5})
         tracker.close()
     assert log[1:3] == [(3, {"train/loss": 2.5}), ("finish",)]
     assert log[0][:2] == ("init", "run")
@@ -237,7 +253,7 @@ def test_a_tracker_that_ctrl_c_interrupts_is_closed(finished, tmp_path, monkeypa
     closed = []
 
     class Interrupted:
-        def write(self, record):
+        def write(self, step, figures):
             raise KeyboardInterrupt
 
         def close(self):

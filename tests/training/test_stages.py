@@ -334,8 +334,8 @@ def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, mo
             own = {"sampler": jnp.float32(state.step)} if self.stage.trains(SAMPLER) else {}
             return state._replace(step=state.step + 1), {"loss": jnp.zeros(()), **own}
 
-    monkeypatch.setattr("dlm_jax.training.train_loop.make_train_step", Step)
-    monkeypatch.setattr("dlm_jax.training.train_loop._Loop.evaluate", lambda loop: None)
+    monkeypatch.setattr("dlm_jax.training.plan.make_train_step", Step)
+    monkeypatch.setattr("dlm_jax.training.trainer.Trainer.evaluate", lambda loop: None)
     changes = {
         "model__depth": 1, "model__add_sampler_head": "true", "model__add_critic_head": "true",
         "heads__start_sampler_iteration": 2, "heads__start_critic_iteration": 5,

@@ -11,8 +11,7 @@ import toy
 
 import dlm_jax.config as configs
 from dlm_jax.model.transformer import build
-from dlm_jax.training.run import prepare
-from dlm_jax.training.train_loop import describe, parameters_by_part
+from dlm_jax.training.trainer import describe, parameters_by_part, prepare
 
 
 def test_the_blocks_are_counted_together_and_every_other_part_by_itself():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
@@ -9,7 +10,8 @@ import tiny_run
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.data import ByteTokenizer, CharacterTokenizer
-from dlm_jax.training.run import places_of, prepare
+from dlm_jax.training.init_from import remap_vocab
+from dlm_jax.training.trainer import prepare
 
 SHORT = {"train__steps": 4, "train__eval_every": 0, "model__depth": 1}
 
@@ -128,8 +130,12 @@ def test_the_run_goes_on_without_the_model_it_began_with(tmp_path, trained, othe
     tiny_run.assert_same(run.state.params, outcome.state.params)
 
 
-def test_a_tokenizer_of_another_kind_has_no_places():
-    characters = CharacterTokenizer("abc")
-    assert places_of(ByteTokenizer(), characters) is None
-    assert places_of(CharacterTokenizer("abx"), characters) is None
-    assert places_of(CharacterTokenizer("ac"), characters).tolist() == [0, 2, 3, 4, 5, 6]
+def test_vectors_move_to_the_ids_of_a_tokenizer_with_more_characters_of_the_same_kind():
+    ours = CharacterTokenizer("abc")
+    trained = {"embedding": np.arange(6.0).reshape(6, 1)}
+    fresh = {"embedding": jnp.full((ours.vocab_size, 1), -1.0)}
+    moved = remap_vocab(trained, fresh, CharacterTokenizer("ac"), ours, "here")
+    assert moved["embedding"].ravel().tolist() == [0, -1, 1, 2, 3, 4, 5]
+    for other in (ByteTokenizer(), CharacterTokenizer("abx")):
+        with pytest.raises(ValueError, match="here has a different tokenizer; use"):
+            remap_vocab(trained, fresh, other, ours, "here")

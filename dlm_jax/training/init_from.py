@@ -1,0 +1,407 @@
+"""What a run takes from ``train.init_from``, or from its own checkpoints if it resumes.
+
+``train.init_from`` names a published model, a run or a weights file. It determines parameters, and
+for published models also ``[model]``, the tokenizer and the chat template.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import dlm_jax.config as configs
+from dlm_jax.config import INIT, Config, ModelConfig
+from dlm_jax.data import CharacterTokenizer, Corpus, HubTokenizer, Tokenizer, from_json, load_corpus
+from dlm_jax.data.corpus import MakeTokenizer
+from dlm_jax.distributed.mesh import require_room
+from dlm_jax.distributed.partitions import map_named, named_leaves
+from dlm_jax.distributed.processes import on_first_process
+from dlm_jax.model.lora import GROUP, MASK_ROW
+from dlm_jax.published import (
+    KEPT,
+    UNPUBLISHED,
+    ChatTemplate,
+    fetched,
+    is_published,
+    read_chat,
+    read_kept,
+    read_model,
+    read_published,
+    read_shape,
+    saved_chat,
+)
+from dlm_jax.settings import SettingError, require
+from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
+from dlm_jax.store.checkpoints import LocalCheckpoints
+from dlm_jax.store.weights import path_of_model
+from dlm_jax.training.run import _continued, checkpoints_of
+from dlm_jax.training.tasks import Task
+from dlm_jax.training.train_step import TrainState
+from dlm_jax.types import Params
+
+Report = Callable[[str], None]
+
+_SHOWN = 8
+# The parameters with a vocabulary axis, and the index of that axis.
+_AXES = {"embedding": 0, "head/kernel": 1}
+
+
+_CONVERTED = frozenset({"logit_alignment", "attention_type", "block_length", "start_id"})
+"""Settings of ``[model]`` that a causal model does not define for the diffusion model that it is
+converted to.
+"""
+_ANY = UNPUBLISHED | {"block_length", "vocab_size", "start_id", "head_size", "mlp_width"}
+"""Settings of ``[model]`` that may differ from those of the model that a run begins with, as far as
+the shapes of the parameters are equal.
+"""
+
+
+def load_data(config: Config, *, report: Report) -> tuple[Config, Corpus]:
+    """The config with adopted settings and the vocabulary size of its corpus, and the corpus.
+
+    Raises:
+      ValueError: the corpus or its tokenizer is invalid, or ``model.vocab_size`` is too small.
+    """
+    config, theirs = adopt_model(config)
+    tokenizer = theirs or choose_tokenizer(config, report=report)
+    chat = _chat_template(config, tokenizer) if isinstance(tokenizer, HubTokenizer) else None
+    data, model = config.data, config.model
+    corpus = load_corpus(
+        data.source,
+        tokenizer=tokenizer,
+        seq_len=data.seq_len,
+        held_out=data.held_out,
+        cache_dir=data.cache_dir or None,
+        layout=data.layout,
+        tail=data.tail,
+        weights=data.weights,
+        start_id=model.start_id if model.attention_type == "causal" else None,
+        chat=chat,
+    )
+    if chat is not None:
+        corpus = dataclasses.replace(corpus, chat_template=chat.source)
+    needed, mask_id = corpus.tokenizer.vocab_size, corpus.tokenizer.mask_id
+    size = model.vocab_size or needed
+    if size < needed:
+        raise ValueError(
+            f"model.vocab_size={size} is smaller than the tokenizer's {needed}; use 0 or {needed}"
+        )
+    if model.lora_rank and MASK_ROW in model.lora_targets:
+        require(
+            mask_id == size - 1,
+            "model.lora_targets",
+            MASK_ROW,
+            f"is the embedding of the last id, but MASK is id {mask_id} of {size}",
+            "remove it",
+        )
+    start = mask_id if model.has_start and model.start_id < 0 else model.start_id
+    model = dataclasses.replace(model, vocab_size=size, start_id=start)
+    return dataclasses.replace(config, model=model), corpus
+
+
+def adopt_model(config: Config) -> tuple[Config, Tokenizer | None]:
+    """The config with ``[model]`` from the published directory in train.init_from, and its
+    tokenizer.
+
+    Settings of ``[model]`` with their default value are read from the directory. Other settings
+    must match the directory. The config determines whether and how a causal model is converted to a
+    diffusion model. A converted model has a MASK, whose embedding adapters also train if the causal
+    model had none.
+
+    Returns:
+      The new config and the tokenizer, or the unchanged config and None if train.init_from is not a
+      published directory.
+
+    Raises:
+      ValueError: the directory is unusable, or the config describes a different model.
+    """
+    source = _local_path(config)
+    if not source or not is_published(source):
+        return config, None
+    theirs, tokenizer = read_shape(
+        Path(source), config.train.ignore_config, adds_mask=_adds_mask(config.model)
+    )
+    default, settings = ModelConfig(), {}
+    is_converted = theirs.attention_type == "causal" != config.model.attention_type
+    ours_alone = UNPUBLISHED | (_CONVERTED if is_converted else set())
+    for name in ModelConfig.declared:
+        ours, other = getattr(config.model, name), getattr(theirs, name)
+        settings[name] = ours if name in ours_alone else other
+        if name not in ours_alone and ours not in (other, getattr(default, name)):
+            raise ValueError(
+                f"train.init_from={source} has model.{name}={other!r}, but the config has "
+                f"{ours!r}; remove it"
+            )
+    is_new = theirs.attention_type == "causal" and tokenizer.mask_id == theirs.vocab_size - 1
+    if settings["lora_rank"] and is_new and _adds_mask(config.model):
+        targets = dict.fromkeys((*settings["lora_targets"], MASK_ROW))
+        settings["lora_targets"] = tuple(targets)
+    return dataclasses.replace(config, model=ModelConfig(**settings)), tokenizer
+
+
+def choose_tokenizer(config: Config, *, report: Report) -> str | Tokenizer | MakeTokenizer:
+    """The tokenizer that ``data.tokenizer`` selects, as an argument for `load_corpus`.
+
+    ``init`` selects the tokenizer of ``train.init_from``, or of the resumed run. Missing characters
+    of the corpus are added to a character tokenizer and reported.
+
+    Raises:
+      ValueError: the model does not exist, or the corpus has new characters and
+        ``data.new_characters`` is ``refuse`` or ``heads.train_main`` is False.
+    """
+    if config.data.tokenizer != INIT:
+        return config.data.tokenizer
+    if saved := _saved_meta(config):
+        return from_json(saved["tokenizer"])
+    theirs = from_json(load_meta(path_of_model(_local_path(config)), report=report)["tokenizer"])
+    if not isinstance(theirs, CharacterTokenizer):
+        return theirs
+
+    def add_new_characters(text: str) -> CharacterTokenizer:
+        known = set(theirs.characters)
+        new = {char: count for char, count in Counter(text).items() if char not in known}
+        if not new:
+            return theirs
+        often = sorted(new, key=lambda char: (-new[char], char))
+        shown = ", ".join(f"{c!a} (U+{ord(c):04X}, {new[c]:,} times)" for c in often[:_SHOWN])
+        more = f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
+        count = "1 character of the text is"
+        if len(new) > 1:
+            count = f"{len(new)} characters of the text are"
+        line = f"{count} new to train.init_from={config.train.init_from}: {shown}{more}"
+        if config.data.new_characters == "refuse":
+            raise ValueError(f"{line}; remove them, or use data.new_characters=add")
+        if not config.heads.train_main:
+            raise ValueError(
+                f"{line}; heads.train_main=False would not train them; remove them, or set it to "
+                "true"
+            )
+        report(f"{line}; added with fresh embeddings")
+        return CharacterTokenizer("".join(sorted(known | set(new))))
+
+    return add_new_characters
+
+
+def resume_or_init(
+    task: Task,
+    meta: dict[str, Any],
+    key: jax.Array,
+    checkpoints: Checkpoints | None,
+    local: LocalCheckpoints | None,
+    *,
+    report: Report,
+) -> tuple[TrainState, dict[str, Any]]:
+    """The newest saved state of the run and its metadata, or the state of a new run and nothing.
+
+    The identity of the run, and what it takes of a published model, are added to `meta`.
+
+    Args:
+      task: task of the run.
+      meta: metadata of this run, see `dlm_jax.training.Run`.
+      key: key of fresh parameters.
+      checkpoints: checkpoints of the run; None if there are none yet.
+      local: checkpoints on the disk of this host; None if unset.
+      report: called with one-line messages.
+    """
+    if resumed := _continued(task, meta, checkpoints, local, report):
+        return resumed
+    config, source = task.setup.config, _local_path(task.setup.config)
+    meta["run"] = on_first_process(lambda: secrets.token_hex(8))
+    if source and is_published(source):
+        meta |= read_kept(Path(source), config.train.ignore_config)
+    elif source:
+        theirs = load_meta(path_of_model(source), report=report)
+        meta |= {name: theirs[name] for name in KEPT if name in theirs}
+    require_room(
+        sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(task.abstract_state())
+        ),
+        task.setup.mesh.devices.flat,
+        "the training state",
+        "use a smaller [model], or split it over more devices with mesh.fsdp",
+    )
+    state = task.fresh_state(key)
+    if source:
+        tokenizer = task.setup.tokenizer
+        params = load_initial_params(config, state.params, tokenizer, report=report)
+        state = state.begun_with(params)
+    return state, {}
+
+
+def load_initial_params(
+    config: Config, fresh: Params, tokenizer: Tokenizer, *, report: Report
+) -> Params:
+    """The parameters of ``train.init_from``, or the `fresh` ones if it is empty. Heads that the
+    trained model lacks are fresh.
+
+    Args:
+      config: config of the new run.
+      fresh: fresh parameters, which determine dtypes and shardings.
+      tokenizer: tokenizer of the new run, which is that of the trained model, possibly with more
+        characters.
+      report: called with one-line messages about fresh or omitted heads.
+
+    Raises:
+      ValueError: the model does not exist, differs in its tokenizer, its shape or a setting that
+        affects training, or has a config that this version cannot read.
+    """
+    source, train = _local_path(config), config.train
+    if not source:
+        return fresh
+    where = f"train.init_from={source}"
+    if is_published(source):
+        return _load_published(source, config, fresh, tokenizer, report)
+    for name, value in (("mask_like", train.mask_like), ("ignore_config", train.ignore_config)):
+        if value:
+            raise SettingError(
+                f"train.{name}",
+                value,
+                "has no effect, because train.init_from is not a published model",
+                "remove it",
+            )
+    params, meta = load_any(source, report=report)
+    if (broken := not_finite(params)) is not None:
+        raise ValueError(f"{where}: its parameter {broken} is not finite; use another model")
+    if meta["tokenizer"] != tokenizer.to_json():
+        params = remap_vocab(params, fresh, from_json(meta["tokenizer"]), tokenizer, where)
+    model = configs.from_saved(meta, where=where).model
+    for name in ModelConfig.declared:
+        theirs, ours = getattr(model, name), getattr(config.model, name)
+        if theirs != ours and name not in _ANY:
+            raise ValueError(
+                f"{where} has model.{name}={theirs!r}, but the config has {ours!r}; "
+                "use the [model] of its run"
+            )
+    lacking = [name for name in fresh if name not in params]
+    ignored = [name for name in params if name not in fresh]
+    for name in (*lacking, *ignored):
+        if not name.endswith("_head") and name != GROUP:
+            raise ValueError(
+                f"{where} is a different kind of model: only one of the two has {name}"
+            )
+    if lacking:
+        report(f"{where} lacks {', '.join(lacking)}, which are freshly initialised")
+    if ignored:
+        report(f"{where} has {', '.join(ignored)}, which are ignored")
+
+    def place(path: str, ours: jax.Array, theirs: Any) -> jax.Array:
+        if theirs.shape != ours.shape:
+            raise ValueError(
+                f"{where} has {path} of shape {theirs.shape}, but the config requires "
+                f"{ours.shape}; use the [model] of the other run"
+            )
+        return jax.device_put(np.asarray(theirs, ours.dtype), ours.sharding)
+
+    shared = {name: tree for name, tree in fresh.items() if name not in lacking}
+    for name in shared:
+        if jax.tree.structure(params[name]) != jax.tree.structure(shared[name]):
+            raise ValueError(f"{where} has a different kind of {name}; use the [model] of its run")
+    return fresh | map_named(place, shared, {name: params[name] for name in shared})
+
+
+def remap_vocab(
+    params: Params, fresh: Params, theirs: Tokenizer, ours: Tokenizer, where: str
+) -> Params:
+    """The trained `params`, with the token vectors moved from the ids of `theirs` to those of
+    `ours`. Tokens that only `ours` has get the vectors of `fresh`.
+
+    Raises:
+      ValueError: a tokenizer is no character tokenizer, or `ours` lacks characters of `theirs`.
+    """
+    if (
+        not isinstance(theirs, CharacterTokenizer)
+        or not isinstance(ours, CharacterTokenizer)
+        or not set(theirs.characters) <= set(ours.characters)
+    ):
+        raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
+    id_of = {character: id_ for id_, character in enumerate(ours.characters)}
+    # Special tokens follow the characters in a fixed order; see `dlm_jax.data.tokenizers`.
+    specials = range(ours.num_text_ids, ours.num_text_ids + theirs.vocab_size - theirs.num_text_ids)
+    ids = np.array([*(id_of[character] for character in theirs.characters), *specials])
+    fresh_leaves = dict(named_leaves(fresh))
+
+    def move(path: str, trained: Any) -> Any:
+        if path not in _AXES or path not in fresh_leaves:
+            return trained
+        axis, leaf = _AXES[path], fresh_leaves[path]
+        if trained.shape[axis] != ids.size or trained.shape[1 - axis] != leaf.shape[1 - axis]:
+            return trained  # the caller rejects a wrong shape
+        if not leaf.is_fully_addressable:
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        moved = np.array(leaf, np.float32)
+        moved[(slice(None),) * axis + (ids,)] = np.asarray(trained, np.float32)
+        return moved
+
+    return map_named(move, params)
+
+
+def _load_published(
+    source: str, config: Config, fresh: Params, tokenizer: Tokenizer, report: Report
+) -> Params:
+    """The parameters of a published model, read in the shardings of `fresh`."""
+    train, shardings = config.train, {path: leaf.sharding for path, leaf in named_leaves(fresh)}
+    params = read_published(
+        source,
+        dtype="float32",
+        place=lambda path, shape: shardings.get(path),
+        ignore=train.ignore_config,
+        adds_mask=_adds_mask(config.model),
+        mask_like=train.mask_like,
+    ).params
+    theirs = read_model(Path(source), train.ignore_config)[1]
+    if train.mask_like or (_adds_mask(config.model) and tokenizer.mask_id >= theirs.vocab_size):
+        begins = f"that of {train.mask_like}" if train.mask_like else "the mean of the others"
+        report(
+            f"train.init_from={source} has no MASK; MASK is added as id {tokenizer.mask_id}, whose "
+            f"embedding is {begins}"
+        )
+    lacking = [name for name in fresh if name not in params]
+    if "head" in lacking or set(params) - set(fresh):
+        raise ValueError(
+            f"train.init_from={source} has a different kind of head; remove model.tied_head"
+        )
+    if lacking:
+        report(
+            f"train.init_from={source} lacks {', '.join(lacking)}, which are freshly initialised"
+        )
+    return fresh | params
+
+
+def _local_path(config: Config) -> str:
+    """The local path of ``train.init_from``; a model on the Hub is downloaded."""
+    return os.fspath(fetched(config.train.init_from, "train.init_from"))
+
+
+def _adds_mask(model: ModelConfig) -> bool:
+    """Whether a run adds MASK to a published model without one. A causal model needs none."""
+    return model.attention_type != "causal"
+
+
+def _saved_meta(config: Config) -> dict[str, Any]:
+    """The metadata of the newest checkpoint of the run; empty if there is none."""
+    with Checkpoints(checkpoints_of(config), keep=1) as saved:
+        if not on_first_process(saved.steps):
+            return {}
+        return saved.read_meta(report=lambda line: None)
+
+
+def _chat_template(config: Config, tokenizer: HubTokenizer) -> ChatTemplate | None:
+    """The chat template of ``train.init_from``, or of the resumed run; None if there is none."""
+    source = _local_path(config)
+    if source and is_published(source):
+        return read_chat(Path(source), tokenizer)
+    meta = _saved_meta(config)
+    if not meta and source:
+        meta = load_meta(path_of_model(source), report=lambda line: None)
+    return saved_chat(meta, tokenizer) if meta else None

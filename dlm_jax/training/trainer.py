@@ -1,0 +1,784 @@
+"""The trainer: from a config to a trained model.
+
+`train` is `prepare`, which makes the mesh, the data and the state of a run, and `run_loop`, which
+takes its steps and calls a hook every n steps.
+
+- A resumed run equals an uninterrupted one, bit for bit: step s reads batch s and draws noise s,
+  and metrics without a record are saved with the state.
+- Nothing is written before config, data and directories have been checked, and a directory belongs
+  to one run at a time.
+- All processes decide alike, at the same step.
+- A signal stops a run after a step and its hooks, and the state is saved.
+- A value that is not finite stops a run, and the last good checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+import dlm_jax.config as configs
+from dlm_jax.config import Config
+from dlm_jax.data import Corpus, Setup, train_batches, validation_windows
+from dlm_jax.diffusion.likelihood import num_scored
+from dlm_jax.diffusion.objectives import Batch
+from dlm_jax.distributed import compiler
+from dlm_jax.distributed.mesh import require_working_room
+from dlm_jax.distributed.partitions import (
+    batch_sharding,
+    make_mesh,
+    share_of_batch,
+    undeclared,
+)
+from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
+from dlm_jax.heads import MAIN, Head, Stage
+from dlm_jax.progress import Progress, waiting
+from dlm_jax.randomness import check_settings, fingerprint, key_of
+from dlm_jax.settings import SettingError
+from dlm_jax.store import Checkpoints
+from dlm_jax.store.checkpoint_files import remove_from
+from dlm_jax.store.checkpoints import LocalCheckpoints
+from dlm_jax.store.files import (
+    DirectoryLock,
+    check_bucket,
+    is_remote,
+    located,
+    own_source,
+    program_facts,
+)
+from dlm_jax.training.checks import (
+    check_begins_anew,
+    check_process,
+    check_writable,
+    facts_of,
+    make_directory,
+    names_of_parts,
+    part_name,
+    write_config,
+)
+from dlm_jax.training.init_from import load_data, resume_or_init
+from dlm_jax.training.metrics import (
+    METRICS,
+    STEPS,
+    Journal,
+    Meter,
+    WallClock,
+    check_metrics,
+    check_trackers,
+)
+from dlm_jax.training.optimisers import parameter_groups
+from dlm_jax.training.plan import (
+    check_batch_fits,
+    check_model_fits,
+    lower_step,
+    mesh_config,
+    model_flops,
+    state_bytes,
+)
+from dlm_jax.training.run import Best, _acquire, _local_of, _lock_those_there, checkpoints_of
+from dlm_jax.training.signals import stop_on_signals
+from dlm_jax.training.tasks import (
+    MakeHead,
+    MakeNetwork,
+    MakeObjective,
+    MakeOptimizer,
+    Task,
+    bound_line,
+    bound_of,
+    make_task,
+)
+from dlm_jax.training.train_step import (
+    Metrics,
+    TrainState,
+    check_adds_up,
+    compile_eval_step,
+)
+from dlm_jax.types import Network, Params
+
+# Maximum number of steps in flight. Two steps keep the device busy and let a run stop quickly.
+_MAX_AHEAD = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A prepared run: the resolved config and the objects created from it.
+
+    ``state`` is fresh or from the newest checkpoint, and ``saved`` contains the JSON metadata of
+    that checkpoint (empty if fresh). ``meta`` is saved with every state. It contains a random
+    identity of the run (which is also stored in the best model and the metrics), the names of
+    custom parts (network, objective and heads), the sources of randomness, the version and source
+    code of the program, and what the run keeps of a published model (`read_kept`). The noise of all
+    steps is derived from ``noise_key``.
+    """
+
+    setup: Setup
+    corpus: Corpus
+    task: Task
+    meta: dict[str, Any]
+    state: TrainState
+    saved: dict[str, Any]
+    first_step: int
+    noise_key: jax.Array
+    checkpoints: Checkpoints
+    best: Best
+    clock: WallClock
+    local: LocalCheckpoints | None = None
+
+    @property
+    def config(self) -> Config:
+        return self.setup.config
+
+    @property
+    def network(self) -> Network:
+        return self.task.network
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.setup.mesh
+
+    @property
+    def out_dir(self) -> Path:
+        return Path(self.config.train.out_dir)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a run.
+
+    ``run`` is the run, and ``params`` are its trained parameters. To sample from the trained model,
+    use ``dlm_jax.Model(run.network, params, run.corpus.tokenizer,
+    max_length=run.config.data.seq_len)``. ``reason`` is ``finished``, ``interrupted`` (by
+    `signal_number`; the state was saved, and the same command resumes the run) or ``non_finite`` (a
+    loss, gradient or parameter was NaN or infinite; nothing was saved after the last good
+    checkpoint). ``bound`` is the result of the last evaluation in nats per token, or None without
+    an evaluation.
+    """
+
+    reason: Literal["finished", "interrupted", "non_finite"]
+    step: int
+    bound: float | None
+    state: TrainState
+    run: Run
+    signal_number: int = 0
+
+    @property
+    def params(self) -> Params:
+        """The trained parameters, or their moving average if there is one."""
+        return self.state.best_params
+
+
+ShowSample = Callable[[Run, TrainState, int], None]
+"""``(run, state, step)``: shows samples from the model."""
+
+Callback = Callable[[Run, TrainState, dict[str, Any]], None]
+"""``(run, state, record)``: called with a record of the metrics.
+
+``record["kind"]`` is ``train`` or ``evaluation``, and ``record["step"]`` is the number of steps
+taken. The next step overwrites the arrays of the state, so copy the arrays that you want to keep.
+"""
+
+
+def say(line: str) -> None:
+    """Prints a line to standard error, above the progress bar, on the first process only."""
+    if jax.process_index() == 0:
+        tqdm.write(line, file=sys.stderr)
+
+
+def train(
+    config: Config | str | PathLike[str],
+    *,
+    network: Network | MakeNetwork | None = None,
+    objective: MakeObjective | None = None,
+    heads: Sequence[Head | MakeHead] = (),
+    optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
+    schedule: optax.Schedule | None = None,
+    callbacks: Sequence[Callback] = (),
+    show_sample: ShowSample | None = None,
+    report: Callable[[str], None] = say,
+) -> Outcome:
+    """Trains the model of `config` up to the last step. Calling the function again resumes the run.
+
+    The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. Custom
+    networks, objectives, heads, optimizers and schedules must be passed again to resume;
+    checkpoints store only their names.
+
+    Args:
+      config: a `Config`, or the path of a TOML file.
+      network: custom model that replaces the Transformer of ``[model]``: a `Network`, or a function
+        of the `ModelConfig` with the ``vocab_size`` of the corpus. `Network.axes` declares its
+        matrices and how they are split; others are judged by rank, and each device has them whole.
+      objective: custom objective that replaces those of ``[objective]``: a function of the `Setup`
+        (resolved config, tokenizer, mesh) that returns an `Objective`, its ``draw`` alone, or a
+        `Mixture` of several objectives.
+      heads: custom heads in addition to those of the config: `Head` records, or functions of the
+        `Setup` that create them.
+      optimizer: optax transformation that replaces the optimizer, the clipping and the schedule of
+        ``[optim]``, or a function of the `Setup` that creates one. Heads with an optimiser group
+        keep their own optimiser, and the custom optimizer receives `optax.MaskedNode` for the
+        parameters of these heads. The labels of `optax.partition` should be a function of the
+        parameters.
+      schedule: ``step -> factor``, with steps counted from 0. The factor scales the learning rates
+        of ``[optim]`` and replaces the warm-up and cosine decay. If `optimizer` is given, the
+        factor scales the updates of that optimizer.
+      callbacks: called with the run, the state and a record of the metrics every
+        ``train.log_every`` steps and after every evaluation, on all processes.
+      show_sample: called with the run, the state and the step every ``train.sample_every`` steps.
+      report: called with one-line messages.
+
+    Returns:
+      The outcome of the run, with its trained parameters.
+
+    Raises:
+      ValueError: arguments are incompatible. The message names these arguments and the remedy.
+    """
+    if not isinstance(config, Config):
+        config = configs.load(str(config))
+    run = prepare(
+        config,
+        network=network,
+        objective=objective,
+        heads=heads,
+        optimizer=optimizer,
+        schedule=schedule,
+        report=report,
+    )
+    with run.checkpoints:
+        describe(run, report)
+        return run_loop(run, show_sample=show_sample, callbacks=callbacks)
+
+
+def prepare(
+    config: Config,
+    *,
+    network: Network | MakeNetwork | None = None,
+    objective: MakeObjective | None = None,
+    heads: Sequence[Head | MakeHead] = (),
+    optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
+    schedule: optax.Schedule | None = None,
+    report: Callable[[str], None],
+    clock: WallClock | None = None,
+) -> Run:
+    """Prepares the run of `config`. Resumes if the directory contains checkpoints.
+
+    The arguments are as in `train`, and `clock` times the run from its start (by default, now). A
+    ``model.vocab_size`` of 0 is replaced by the vocabulary size of the tokenizer.
+
+    Raises:
+      ValueError: the data is invalid, the batch or mesh does not fit the devices, or the directory
+        contains another run or other files.
+    """
+    clock = clock or WallClock()
+    given, parts = config, (network, objective, heads, optimizer, schedule)
+
+    # Mesh.
+    mesh = start_mesh(config)
+    clock.charge("devices")
+
+    # Data, which determines the vocabulary and so the size of the model.
+    setup, corpus = load_setup(config, mesh, *parts, report=report)
+    config = setup.config
+    clock.charge("data")
+
+    # Task: network, losses and optimiser.
+    task = make_task(setup, *parts)
+    own = [part for part in (network, objective, *heads, optimizer, schedule) if part is not None]
+    check_same_everywhere({f"source code of {part_name(one)}": own_source(one) for one in own})
+    meta = {
+        "run": "",
+        "config": configs.to_dict(config),
+        "tokenizer": corpus.tokenizer.to_json(),
+        "corpus": {"name": corpus.name, "sha256": corpus.sha256},
+        "own": names_of_parts(task, network, objective, heads, optimizer),
+        "randomness": fingerprint(),
+        "program": program_facts(),
+    }
+    if corpus.chat_template:
+        meta["chat_template"] = corpus.chat_template
+
+    # State: that of the newest checkpoint, of `train.init_from`, or fresh.
+    init_key, noise_key = jax.random.split(key_of(config.train.seed))
+    out_dir, lock = Path(config.train.out_dir), DirectoryLock()
+    with contextlib.ExitStack() as undo:
+        checkpoints = Checkpoints(
+            checkpoints_of(config), keep=config.train.keep_checkpoints, check=lock.check
+        )
+        undo.callback(checkpoints.close)
+        checkpoints.when_closed.callback(lock.release)
+        places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
+        local = _local_of(config, checkpoints, report)
+        has_saved = on_first_process(lambda: _lock_those_there(lock, places) or checkpoints.steps())
+        shared = checkpoints if has_saved else None
+        state, saved = resume_or_init(task, meta, init_key, shared, local, report=report)
+        jax.block_until_ready(state)
+        clock.charge("restore")
+        if config.train.accumulate > 1 and (objective is not None or heads):
+            _check_adds_up(task, state)
+        best = Best(config, meta, is_new=not saved, check=lock.check)
+        checkpoints.when_closed.callback(best.close)
+
+        # Directory: nothing is written before everything has been checked.
+        if saved:
+            on_first_process(lambda: check_metrics(out_dir / METRICS, meta["run"]))
+        else:
+            on_first_process(lambda: check_begins_anew(given, out_dir))
+        make_directory("train.out_dir", out_dir)
+        step = int(state.step)
+        if step < config.train.steps:
+            on_first_process(lambda: _acquire(lock, places, is_new=not saved))
+            best.begin()
+            on_first_process(lambda: write_config(given, out_dir))
+        undo.pop_all()
+    return Run(
+        setup=setup,
+        corpus=corpus,
+        task=task,
+        meta=meta,
+        state=state,
+        saved=saved,
+        first_step=step,
+        noise_key=noise_key,
+        checkpoints=checkpoints,
+        best=best,
+        clock=clock,
+        local=local,
+    )
+
+
+def run_loop(
+    run: Run,
+    *,
+    show_sample: ShowSample | None = None,
+    profile: tuple[int, int] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Outcome:
+    """Trains `run` until its last step, a signal or a non-finite value.
+
+    All saves are complete on disk when the function returns. A finished run is not changed.
+
+    Args:
+      run: from `prepare`.
+      show_sample: called every ``train.sample_every`` steps, on all processes.
+      profile: first and last step (counted from 1) of a profiler trace, which is written to
+        ``profile/`` in the directory of the run.
+      callbacks: see `train`.
+    """
+    config = run.config.train
+    if run.first_step >= config.steps:
+        return Outcome("finished", run.first_step, run.saved.get("bound"), run.state, run)
+    trainer = Trainer(run, callbacks=callbacks, profile=profile)
+    trainer.add_hook(trainer.log, every=config.log_every)
+    trainer.add_hook(trainer.evaluate, every=config.eval_every)
+    if show_sample is not None:
+        sample = functools.partial(trainer.sample, show_sample)
+        trainer.add_hook(sample, every=config.sample_every, at_end=False)
+    if run.local is not None:
+        # The last step is saved only in the shared place, so that a restart cannot miss that save.
+        save = functools.partial(trainer.save, run.local)
+        trainer.add_hook(save, every=config.local_checkpoint_every, at_end=False)
+    trainer.add_hook(trainer.save, every=config.checkpoint_every)
+
+    reason: Literal["finished", "interrupted", "non_finite"] = "finished"
+    signal_number = 0
+    with stop_on_signals(run.checkpoints) as stop, contextlib.closing(trainer):
+        try:
+            while trainer.step < config.steps:
+                trainer.take_step()
+                trainer.run_hooks()
+                # Save after the hooks of this step, so that a resumed run misses none.
+                signal_number = stop.at(trainer.step) if trainer.step < config.steps else 0
+                if signal_number:
+                    where = f"after step {trainer.step}"
+                    say(f"stopping {where} and saving; a second Ctrl-C exits immediately")
+                    trainer.save()
+                    reason = "interrupted"
+                    break
+        except NonFiniteError:
+            reason, signal_number = "non_finite", 0
+        run.checkpoints.wait()
+        run.best.wait()
+        trainer.journal.draw()
+    return Outcome(reason, trainer.step, trainer.bound, trainer.state, run, signal_number)
+
+
+class NonFiniteError(Exception):
+    """A metric of a step is NaN or infinite."""
+
+
+class Trainer:
+    """Takes the steps of a run, and does what happens between them.
+
+    ``state`` is the state after ``step`` steps, and ``bound`` is the result of the last evaluation.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        callbacks: Sequence[Callback] = (),
+        profile: tuple[int, int] | None = None,
+    ):
+        config, train = run.config, run.config.train
+        self.run, self.state, self.step = run, run.state, run.first_step
+        self.bound: float | None = run.saved.get("bound")
+        self._callbacks, self._profile, self._is_tracing = callbacks, profile, False
+        self._hooks: list[tuple[Callable[[], None], int, bool]] = []
+        # Metrics of the steps since the last record, which are saved in checkpoints.
+        self._unlogged: list[dict[str, float]] = list(run.saved.get("unlogged", []))
+        self._ahead: list[Metrics] = []
+        self._rows = batch_sharding(run.mesh, train.batch_size)
+        self._share, self._shares = share_of_batch(self._rows, train.batch_size)
+        self._eval_step = compile_eval_step(
+            run.task.measure,
+            run.state.params,
+            mesh=run.mesh,
+            batch_size=train.batch_size,
+            compiler_options=config.mesh.compiler_options,
+        )
+        run.clock.charge("other")
+        self._compile_train_step()
+        run.clock.charge("compile")
+        size = {"num_rows": train.batch_size, "num_positions": config.data.seq_len}
+        flops = model_flops(run.state.params, config.model, **size)
+        tokens = train.batch_size * config.data.seq_len
+        self._meter = Meter(tokens, self._shares, flops, list(run.mesh.devices.flat))
+        self._batches = train_batches(
+            run.corpus.train_rows,
+            seq_len=config.data.seq_len,
+            batch_size=train.batch_size,
+            seed=train.seed,
+            process_index=self._share,
+            process_count=self._shares,
+            start_step=run.first_step,
+            took=self._meter.read,
+        )
+        self.journal = Journal(
+            run.out_dir, run.meta["config"], run.meta["run"], step=self.step, report=say
+        )
+        if run.local is not None:
+            # The run repeats the later steps.
+            remove_from(run.local.directory, self.step + 1)
+        run.clock.resume(run.saved, self.journal.last)
+        run.clock.charge("other")
+        self._bar = Progress(
+            "train",
+            train.steps,
+            "step",
+            done=self.step,
+            idle=run.clock.idle,
+            is_shown=jax.process_index() == 0,
+        )
+        # The steps before the next record, and the seconds that they took.
+        self._recorded = self.step, run.clock.seconds(STEPS)
+
+    def add_hook(self, hook: Callable[[], None], *, every: int, at_end: bool = True) -> None:
+        """Calls `hook` after every n steps (0: never) and after the last step, or not after it.
+
+        Hooks are called in the order in which they are added.
+        """
+        self._hooks.append((hook, every, at_end))
+
+    def run_hooks(self) -> None:
+        is_last = self.step == self.run.config.train.steps
+        for hook, every, at_end in self._hooks:
+            if at_end if is_last else every > 0 and self.step % every == 0:
+                hook()
+
+    def take_step(self) -> None:
+        """Dispatches one step, and waits only if too many steps are in flight."""
+        first, last = self._profile or (0, 0)
+        if not self._is_tracing and first <= self.step + 1 <= last:
+            jax.profiler.start_trace(str(self.run.out_dir / "profile"))
+            self._is_tracing = True
+        with self._meter.waiting_for("input"):
+            rows = next(self._batches)
+        if self.run.task.stage(self.step) != self._stage:
+            with self._off_the_clock("compile"):
+                self._compile_train_step()
+        self.state, metrics = self._train_step(self.state, self._place(rows), self.run.noise_key)
+        self.step += 1
+        self._ahead.append(metrics)
+        if len(self._ahead) > _MAX_AHEAD:
+            with self._meter.waiting_for("device"):
+                jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
+        self._bar.update()
+        if self._is_tracing and self.step >= last:
+            self._settle()
+            self._stop_trace()
+            say(f"step {self.step}: the trace is in {self.run.out_dir / 'profile'}")
+        if self.step == self.run.first_step + 1:
+            self._settle()
+            self.run.clock.charge(STEPS)
+            say(self.run.clock.first_step())
+
+    def log(self) -> None:
+        """Records the mean of each metric over the steps since the last record that have it."""
+        self._settle()
+        self.run.clock.charge(STEPS)
+        (first, since), seconds = self._recorded, self.run.clock.seconds(STEPS)
+        self._recorded = self.step, seconds
+        rates = self._meter.figures(self.step - first, max(seconds - since, 1e-9))
+        names = dict.fromkeys(name for figures in self._unlogged for name in figures)
+        means = {
+            name: float(np.mean([figures[name] for figures in self._unlogged if name in figures]))
+            for name in names
+        }
+        self._unlogged = []
+        learning_rates = self.run.task.learning_rates(self._stage, self.step - 1)
+        self._record("train", means | learning_rates | rates)
+        if first == self.run.first_step:
+            say(self._meter.rates(rates))
+        note = f"loss {means['loss']:.3f}, {rates['tokens_per_second']:,.0f} tokens/s"
+        self._bar.update(0, note=note)
+
+    def evaluate(self) -> None:
+        """Records an evaluation on held-out text, and saves the model if it is the best so far. All
+        evaluations use the same windows and noise.
+        """
+        with self._off_the_clock("evaluation"):
+            figures = bound_of(*self.held_out())
+            self.bound = figures["bound"]
+            self._record("evaluation", figures)
+            # Only one save runs at a time, because processes synchronise within a save.
+            self.run.checkpoints.wait()
+            meta = self.run.meta | {"step": self.step, "bound": self.bound}
+            is_best = self.run.best.offer(self.step, self.bound, self.state.best_params, meta)
+        best = ", the best so far" if is_best else ""
+        say(f"step {self.step}: held-out {bound_line(figures)}{best}")
+
+    def held_out(self) -> tuple[np.ndarray, np.ndarray]:
+        """The bound of each held-out window in nats, and its number of free tokens."""
+        windows = held_out_rows(self.run.config, self.run.corpus)
+        size = self.run.config.train.batch_size
+        part = size // self._shares
+        nats = []
+        for first in range(self._share * part, len(windows["length"]), size):
+            batch = self._place({name: x[first : first + part] for name, x in windows.items()})
+            number_B = self._place_rows(np.arange(first, first + part, dtype=np.int32))
+            nats.append(self._eval_step(self.state.best_params, batch, number_B, key_of(0)))
+        free_N = num_scored(self.run.network, windows)
+        return np.concatenate(jax.device_get(nats)), free_N
+
+    def sample(self, show_sample: ShowSample) -> None:
+        with self._off_the_clock("sample"):
+            show_sample(self.run, self.state, self.step)
+
+    def save(self, checkpoints: Checkpoints | LocalCheckpoints | None = None) -> None:
+        """Saves the state unless a step since the last check was not finite."""
+        with self._off_the_clock("checkpoint"):
+            self.run.best.wait()
+            meta = self.run.meta | self.run.clock.figures()
+            meta |= {"step": self.step, "bound": self.bound, "unlogged": list(self._unlogged)}
+            (checkpoints or self.run.checkpoints).save(self.step, self.state, meta)
+
+    def close(self) -> None:
+        self._bar.close()
+        self._stop_trace()
+        self.journal.close()
+        self._batches.close()
+
+    def _compile_train_step(self) -> None:
+        """Compiles the training step for the stage of the next step."""
+        task = self.run.task
+        self._stage = task.stage(self.step)
+        start = time.perf_counter()
+        # The step is compiled ahead of time, so that the training rate excludes compilation.
+        with waiting("compiling the training step", is_shown=jax.process_index() == 0):
+            self._train_step = lower_step(task, self._stage, self.state).compile()
+        require_working_room(
+            self._train_step,
+            self.run.mesh.devices.flat,
+            "a training step",
+            "lower train.batch_size, or raise train.accumulate",
+        )
+        what = f" of {self._stage}" if task.heads else ""
+        say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
+
+    def _place(self, rows: dict[str, np.ndarray]) -> Batch:
+        """The global batch with the given rows of this process."""
+        return Batch(*(self._place_rows(rows[name]) for name in ("tokens", "length", "given")))
+
+    def _place_rows(self, rows: np.ndarray) -> jax.Array:
+        return jax.make_array_from_process_local_data(self._rows, rows)
+
+    def _record(self, kind: str, figures: dict[str, Any]) -> None:
+        self.run.clock.charge(STEPS if kind == "train" else kind)
+        figures = figures | self.run.clock.figures()
+        self.journal.write(kind=kind, step=self.step, **figures)
+        for callback in self._callbacks:
+            callback(self.run, self.state, {"kind": kind, "step": self.step} | figures)
+
+    def _settle(self) -> None:
+        """Waits for the steps in flight and raises an error if a metric of a step is not finite."""
+        first = self.step - len(self._ahead) + 1
+        with self._meter.waiting_for("device"):
+            fetched, self._ahead = jax.device_get(self._ahead), []
+        for step, metrics in enumerate(fetched, first):
+            if not np.isfinite(list(metrics.values())).all():
+                names = sorted(metrics, key=lambda name: (name != "loss", name))
+                figures = ", ".join(f"{name} {metrics[name]}" for name in names)
+                say(
+                    f"step {step} is not finite: {figures}; training stopped, and the last "
+                    f"checkpoint before it is kept; lower the learning rate or optim.clip"
+                )
+                raise NonFiniteError
+            self._unlogged.append({name: float(x) for name, x in metrics.items()})
+
+    @contextlib.contextmanager
+    def _off_the_clock(self, part: str) -> Iterator[None]:
+        """Assigns the time of the context to a part of the wall time other than steps."""
+        self._settle()
+        self.run.clock.charge(STEPS)
+        yield
+        self.run.clock.charge(part)
+
+    def _stop_trace(self) -> None:
+        if self._is_tracing:
+            jax.profiler.stop_trace()
+            self._is_tracing, self._profile = False, None
+
+
+def start_mesh(config: Config) -> Mesh:
+    """The mesh of a config, after all checks that do not need data."""
+    check_same_everywhere(facts_of(config))
+    check_settings()
+    check_process(config)
+    mesh = make_mesh(mesh_config(config.mesh, jax.devices()))
+    compiler.options("train", mesh, config.mesh.compiler_options)
+    share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
+    check_batch_fits(config.train, mesh)
+    check_writable("train.out_dir", Path(config.train.out_dir))
+    check_trackers(config.train.trackers)
+    if local := config.train.local_checkpoint_dir:
+        if is_remote(local):
+            raise SettingError(
+                "train.local_checkpoint_dir",
+                local,
+                "is a URL",
+                "name a directory on the disk of each host",
+            )
+        check_writable("train.local_checkpoint_dir", Path(local))
+    where = checkpoints_of(config)
+    on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
+    if config.train.checkpoint_dir and not is_remote(where):
+        check_writable("train.checkpoint_dir", Path(located(where)))
+    return mesh
+
+
+def load_setup(
+    config: Config,
+    mesh: Mesh,
+    network: Network | MakeNetwork | None,
+    *parts: Any,
+    report: Callable[[str], None],
+) -> tuple[Setup, Corpus]:
+    """The setup of a run, and its corpus. A custom network is not checked against the mesh.
+
+    `network` and `parts` are arguments of `make_task`.
+    """
+    config, corpus = load_data(config, report=report)
+    check_same_everywhere({"data.source": corpus.sha256})
+    setup = Setup(config, corpus.tokenizer, mesh)
+    if network is not None:
+        return setup, corpus
+
+    def num_bytes() -> float:
+        return state_bytes(make_task(setup, network, *parts))
+
+    mesh = make_mesh(mesh_config(config.mesh, list(mesh.devices.flat), num_bytes))
+    check_model_fits(config.model, config.data.seq_len, mesh)
+    return replace(setup, mesh=mesh), corpus
+
+
+def held_out_rows(config: Config, corpus: Corpus) -> dict[str, np.ndarray]:
+    """The held-out rows of an evaluation, padded to whole batches."""
+    return validation_windows(
+        corpus.val_rows,
+        seq_len=config.data.seq_len,
+        pad_id=corpus.tokenizer.pad_id,
+        max_windows=config.train.eval_windows,
+        multiple_of=config.train.batch_size,
+    )
+
+
+def _check_adds_up(task: Task, state: TrainState) -> None:
+    """Raises ValueError if custom losses of any stage cannot be computed in microbatches."""
+    setup, config = task.setup, task.setup.config
+    groups = dict.fromkeys((MAIN, *(head.name for head in task.heads)))
+    if not config.heads.train_main:
+        del groups[MAIN]
+    check_adds_up(
+        task.loss(Stage(tuple(groups), config.model.lora_rank > 0)),
+        state.params,
+        mesh=setup.mesh,
+        seq_len=config.data.seq_len,
+        token_ids=setup.text_ids,
+    )
+
+
+def describe(run: Run, report: Callable[[str], None] = say) -> None:
+    """Reports the data, the model and the config of a run, and where it continues."""
+    corpus, mesh, task, params = run.corpus, run.mesh, run.task, run.state.params
+    report(
+        f"{corpus.name}: {corpus.num_train_tokens:,} training tokens, "
+        f"{corpus.num_val_tokens:,} held out, vocabulary {corpus.tokenizer.vocab_size}"
+    )
+    parts = parameters_by_part(params)
+    report(
+        f"model of {sum(parts.values()):,} parameters on {mesh.devices.flat[0].platform}, mesh "
+        f"{dict(mesh.shape)}: " + ", ".join(f"{name} {size:,}" for name, size in parts.items())
+    )
+    is_own = task.own_optimizer is not None
+    counts = parameter_groups(run.config, task.heads, params, axes=task.axes, is_own=is_own)
+    groups = ", ".join(
+        f"{name} {size:,} in {arrays} arrays" for name, (arrays, size) in sorted(counts.items())
+    )
+    report(f"optimisers: {groups}")
+    if line := undeclared(run.network, params, mesh.size):
+        report(line)
+    # The values that the tokenizer determines have been reported above.
+    determined = {"model.vocab_size", "model.start_id"}
+    for section, values in configs.differing(run.config).items():
+        shown = []
+        for key, value in values.items():
+            if f"{section}.{key}" not in determined:
+                text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+                shown.append(f"{key}={text}")
+        if shown:
+            report(f"not default: [{section}] {' '.join(shown)}")
+    steps = run.config.train.steps
+    if run.first_step == steps:
+        report(f"{run.out_dir} has already completed all {steps} steps; nothing to train")
+    elif run.first_step:
+        report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")
+        here, there = (
+            ", ".join(f"{name} {value}" for name, value in meta.get("program", {}).items())
+            for meta in (run.meta, run.saved)
+        )
+        report(f"program: {here}")
+        if there and there != here:
+            report(f"step {run.first_step} was saved by another program: {there}")
+
+
+def parameters_by_part(params: Params) -> dict[str, int]:
+    """Number of parameters in each part of the model, such as ``blocks/mlp``, summed over all
+    blocks.
+    """
+    sizes: dict[str, int] = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        names = [str(getattr(key, "key", key)) for key in path]
+        part = "/".join(names[:2] if names[0].endswith("blocks") else names[:1])
+        sizes[part] = sizes.get(part, 0) + leaf.size
+    return sizes
