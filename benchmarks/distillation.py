@@ -93,7 +93,7 @@ def _trained(objective: Any) -> Params:
             noise = objective.teach(NETWORK, teacher, objective.draw(batch, key))
 
             def loss(params: Params) -> jax.Array:
-                found = objective.loss(NETWORK, params, noise, teacher)
+                found = objective.loss(NETWORK, params, noise)
                 return found.sum / found.weight
 
         else:
