@@ -52,17 +52,17 @@ Params = dict[str, Any]
 
 
 class Distillation(NamedTuple):
-    """An objective that learns from a teacher.
+    """An objective (`dlm_jax.training.Objective`) that learns from a teacher.
 
     Attributes:
-      draw: ``(batch, key) -> noise``, a dict of all random values.
-      teach: ``(network, teacher, noise) -> noise``, which adds what the teacher writes.
-      loss: ``(network, params, noise, teacher) -> Loss``.
+      draw: ``(batch, key) -> drawn``, a dict of all random values.
+      teach: ``(network, teacher, drawn) -> drawn``, which adds the teacher and what it writes.
+      loss: ``(network, params, drawn) -> Loss``.
     """
 
     draw: Callable[[Batch, jax.Array], dict[str, Any]]
     teach: Callable[[Network, Params, dict[str, Any]], dict[str, Any]]
-    loss: Callable[[Network, Params, dict[str, Any], Params], Loss]
+    loss: Callable[[Network, Params, dict[str, Any]], Loss]
 
 
 def sdtt(
@@ -92,13 +92,13 @@ def sdtt(
             mask_id=mask_id,
             banned_ids=banned_ids,
         )
-        return noise | {"hidden": hidden_BLD}
+        return noise | {"teacher": teacher, "hidden": hidden_BLD}
 
-    def loss(network: Network, params: Params, noise: Any, teacher: Params) -> Loss:
+    def loss(network: Network, params: Params, noise: Any) -> Loss:
         hidden_BLD, _ = network.trunk(params, noise["shown"], noise["length"], None)
         nats_BL = divergence(
             (network.readout, network.readout),
-            (teacher, params),
+            (noise["teacher"], params),
             ((noise["hidden"],), (hidden_BLD,)),
             noise["is_hidden"],
             vocab_size=network.vocab_size,
@@ -161,7 +161,7 @@ def certainty(
         is_right_N = jnp.argmax(log_NV, axis=1) == targets_N
         return nll_N + weight * is_right_N * entropy_N
 
-    def loss(network: Network, params: Params, noise: Any, teacher: Params) -> Loss:
+    def loss(network: Network, params: Params, noise: Any) -> Loss:
         hidden_BLD, _ = network.trunk(params, noise["shown"], noise["length"], None)
         nats_BL = read_out(
             cost,
@@ -357,7 +357,7 @@ def distil(
         noise = made.teach(network, teacher, made.draw(batch, key))
 
         def loss(params: Params) -> jax.Array:
-            found = made.loss(network, params, noise, teacher)
+            found = made.loss(network, params, noise)
             return found.sum / jnp.maximum(found.weight, 1.0)
 
         value, grads = jax.value_and_grad(loss)(state.params)

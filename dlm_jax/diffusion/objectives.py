@@ -95,13 +95,14 @@ class Objective:
         before it is split into microbatches. Rows of other objectives have length 0. An objective
         with its own `loss` can draw another pytree, whose leaves are ``[B, ...]`` or scalars; heads
         then read the true rows, of which they learn nothing.
-      loss: ``(network, params, drawn) -> Loss``, which runs the network any number of times. None
-        means the weighted cross-entropy of the tokens of ``drawn.batch`` given ``drawn.shown_BL``,
-        for which all such objectives and the heads share one pass of the trunk.
+      loss: ``(network, params, drawn) -> (sum, weight)`` or a `Loss`, which can run the network any
+        number of times. None means the weighted cross-entropy of the tokens of ``drawn.batch``
+        given ``drawn.shown_BL``, for which all such objectives and the heads share one pass of the
+        trunk.
     """
 
     draw: Callable[[Batch, jax.Array], Any]
-    loss: Callable[[Network, Params, Any], Loss] | None = None
+    loss: Callable[[Network, Params, Any], Loss | tuple[jax.Array, jax.Array]] | None = None
 
 
 _SMALLEST_TIME = 1e-3

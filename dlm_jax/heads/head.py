@@ -48,10 +48,10 @@ class Head:
 
     Attributes:
       name: top-level name of the head's parameters; must end in ``_head``.
-      loss: ``(network, params, drawn) -> Loss``, in nats or another unit. `drawn` is the `Drawn` of
-        the batch, with what `draw` returned as ``noise`` and the trunk's output as ``hidden_BLD``.
-        Only the head's own parameters have a gradient, unless it `trains_trunk`. ``network.heads``
-        lacks the heads that do not train yet.
+      loss: ``(network, params, drawn) -> (sum, weight)`` or a `Loss`. `drawn` is the `Drawn` of the
+        batch, with what `draw` returned as ``noise`` and the trunk's output as ``hidden_BLD``. Only
+        the head's own parameters have a gradient, unless it `trains_trunk`. ``network.heads`` lacks
+        the heads that do not train yet.
       draw: ``(drawn, key) -> noise``, a pytree of random values and totals, drawn for the whole
         batch before it is split into microbatches. Each leaf is ``[B, ...]`` or a scalar.
       init: ``(key) -> params``; None if `Network.init` creates the parameters.
@@ -70,7 +70,7 @@ class Head:
     """
 
     name: str
-    loss: Callable[[Network, Params, Drawn], Loss]
+    loss: Callable[[Network, Params, Drawn], Loss | tuple[jax.Array, jax.Array]]
     draw: Callable[[Drawn, jax.Array], Any] = lambda drawn, key: ()
     init: Callable[[jax.Array], Params] | None = None
     axes: Callable[[Params], Params] | None = None

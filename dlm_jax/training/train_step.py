@@ -123,7 +123,8 @@ class StageLoss:
         for name, objective in objectives.items():
             noise = drawn.noise[name]
             if objective.loss is not None:
-                losses[name] = objective.loss(network, params, noise)
+                pair: Any = objective.loss(network, params, noise)
+                losses[name] = Loss(*pair)
             else:
                 weight_BL, weight = noise
                 # Positions that are not predicted may contain MASK, whose cost is infinite.
@@ -140,7 +141,8 @@ class StageLoss:
                 own, hidden = jax.lax.stop_gradient((params, hidden_BLD))
                 own = own | {head.name: params[head.name]}
             given = drawn._replace(noise=drawn.noise[head.name], hidden_BLD=hidden)
-            loss = losses[head.name] = head.loss(replace(network, heads=seen), own, given)
+            pair = head.loss(replace(network, heads=seen), own, given)
+            loss = losses[head.name] = Loss(*pair)
             mean = means[head.metric] = _mean(loss, head.name)
             total = total + (mean if head.weight is None else head.weight_at(step) * mean)
         for owner, loss in losses.items():

@@ -89,7 +89,7 @@ def test_the_expected_loss_of_sdtt_is_that_of_its_formula():
 
     @jax.jit
     def run(params: Any) -> Any:
-        return objective.loss(NETWORK, params, objective.teach(NETWORK, PARAMS, noise), PARAMS)
+        return objective.loss(NETWORK, params, objective.teach(NETWORK, PARAMS, noise))
 
     student = _log_law(STUDENT, EMPTY)
     first, letters = _log_law(PARAMS, EMPTY), np.exp(_log_law(PARAMS, EMPTY, LETTERS))
@@ -117,7 +117,7 @@ def test_one_step_of_the_teacher_itself_leaves_nothing_to_learn():
     @jax.value_and_grad
     def run(params: Any) -> Any:
         noise_now = objective.teach(NETWORK, PARAMS, noise)
-        return objective.loss(NETWORK, params, noise_now, PARAMS).sum
+        return objective.loss(NETWORK, params, noise_now).sum
 
     value, gradient = run(PARAMS)
     assert abs(float(value)) < 1e-3
@@ -134,7 +134,7 @@ def test_the_loss_of_certainty_is_that_of_its_formula():
 
     def run(params: Any) -> Any:
         walked = objective.teach(NETWORK, PARAMS, noise)
-        found = objective.loss(NETWORK, params, walked, PARAMS)
+        found = objective.loss(NETWORK, params, walked)
         return found.sum, (found, walked["targets"])
 
     (_, (found, targets)), gradient = jax.jit(jax.value_and_grad(run, has_aux=True))(STUDENT)
@@ -170,11 +170,12 @@ def test_objectives_of_a_teacher_add_up_over_the_parts_of_a_batch():
     objective = sdtt(steps=4, teacher_steps=2, mask_id=MASK, banned_ids=BANNED)
     noise = objective.draw(_batch(8), jax.random.key(5))
     noise = objective.teach(NETWORK, PARAMS, noise)
-    whole = objective.loss(NETWORK, STUDENT, noise, PARAMS)
+    whole = objective.loss(NETWORK, STUDENT, noise)
+    teacher = {"teacher": noise.pop("teacher")}
     parts = [
         objective.loss(
             NETWORK, STUDENT,
-            jax.tree.map(lambda x, part=part: x[part::2] if x.ndim else x, noise), PARAMS,
+            jax.tree.map(lambda x, part=part: x[part::2] if x.ndim else x, noise) | teacher,
         )
         for part in (0, 1)
     ]  # fmt: skip

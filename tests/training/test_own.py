@@ -102,13 +102,13 @@ def left_head(*, trains_trunk: bool = False, **changes: Any) -> Head:
         is_used_BL = jax.random.bernoulli(key, 0.5, drawn.shown_BL.shape)
         return is_used_BL, jnp.sum(is_used_BL).astype(jnp.float32)
 
-    def loss(network: Network, params: Any, drawn: Drawn) -> Loss:
+    def loss(network: Network, params: Any, drawn: Drawn) -> tuple[jax.Array, jax.Array]:
         is_used_BL, total = drawn.noise
         logits_BLV = drawn.hidden_BLD @ params["left_head"]["kernel"]
         left_BL = jnp.roll(drawn.batch.tokens_BL, 1, axis=1)
         log_p_BLV = jax.nn.log_softmax(logits_BLV)
         nll_BL = -jnp.take_along_axis(log_p_BLV, left_BL[:, :, None], axis=2)[:, :, 0]
-        return Loss(jnp.sum(jnp.where(is_used_BL, nll_BL, 0.0)), total)
+        return jnp.sum(jnp.where(is_used_BL, nll_BL, 0.0)), total
 
     return Head(
         name="left_head", loss=loss, draw=draw,
@@ -233,8 +233,8 @@ def _mean_for_sum() -> Head:
     head = left_head(start=2)
 
     def loss(network: Network, params: Any, drawn: Drawn) -> Loss:
-        found = head.loss(network, params, drawn)
-        return Loss(found.sum / drawn.noise[0].size, jnp.ones(()))
+        sum_, _ = head.loss(network, params, drawn)
+        return Loss(sum_ / drawn.noise[0].size, jnp.ones(()))
 
     return dataclasses.replace(head, loss=loss)
 
