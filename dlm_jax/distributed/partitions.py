@@ -201,10 +201,9 @@ def axes_of(network: Network, params: Params | None = None) -> Params:
     Raises:
       ValueError: the declaration does not fit the parameters.
     """
-    if params is None:
-        params = jax.eval_shape(network.init, key_of(0))
-    declared = {} if network.axes is None else network.axes(params)
-    like = {name: params.get(name, ()) for name in declared}
+    shapes = jax.eval_shape(network.init, key_of(0)) if params is None else params
+    declared = {} if network.axes is None else network.axes(shapes)
+    like = {name: shapes.get(name, ()) for name in declared}
     is_like = jax.tree.structure(declared) == jax.tree.structure(like)
     if not is_like or not all(isinstance(one, Axes) for one in jax.tree.leaves(declared)):
         raise ValueError(
@@ -218,8 +217,8 @@ def axes_of(network: Network, params: Params | None = None) -> Params:
                 f"Network.axes names the axes {axes.names} of the parameter {path!r} of shape "
                 f"{leaf.shape}; use one of {', '.join(AXIS_RULES)}, {LAYERS} or None for each axis"
             )
-    sizes = {name: 0 if name.endswith("_head") else network.vocab_size for name in params}
-    return {name: _by_rank(params[name], size) for name, size in sizes.items()} | declared
+    sizes = {name: 0 if name.endswith("_head") else network.vocab_size for name in shapes}
+    return {name: _by_rank(shapes[name], size) for name, size in sizes.items()} | declared
 
 
 def _by_rank(tree: Params, vocab_size: int, in_stack: bool = False) -> Params:
