@@ -232,15 +232,23 @@ def _by_rank(tree: Params, vocab_size: int, in_stack: bool = False) -> Params:
 
 
 def undeclared(network: Network, params: Params, num_devices: int) -> str:
-    """A line that lists the matrices that `axes_of` finds by rank; empty if all are declared."""
+    """A line about the parameters that `axes_of` judges by rank; empty if all are declared."""
     declared = {} if network.axes is None else network.axes(params)
     if declared.keys() >= params.keys():
         return ""
-    axes = {name: tree for name, tree in axes_of(network, params).items() if name not in declared}
-    names = [path for path, one in named_leaves(axes) if one.is_matrix] or ["none"]
-    shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-    whole = f", which are whole on each of {num_devices} devices" * (num_devices > 1)
-    return f"matrices by rank, without Network.axes{whole}: {shown}"
+
+    def listed(names: list[str]) -> str:
+        more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+        return ", ".join(names[:_SHOWN]) + more or "none"
+
+    leaves = named_leaves({name: tree for name, tree in params.items() if name not in declared})
+    axes = dict(named_leaves(axes_of(network, params)))
+    matrices = [path for path, _ in leaves if axes[path].is_matrix]
+    line = f"without Network.axes, matrices by rank: {listed(matrices)}"
+    if num_devices > 1:
+        whole = [path for path, leaf in leaves if leaf.ndim > 1]
+        line += f"; whole on each of {num_devices} devices: {listed(whole)}"
+    return line
 
 
 def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:

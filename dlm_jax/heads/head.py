@@ -77,7 +77,7 @@ class Head:
       draw: ``(example, key) -> noise``, a pytree of random values and totals, drawn for the whole
         batch before it is split into microbatches. Each leaf is ``[B, ...]`` or a scalar.
       init: ``(key) -> params``; None if `Network.init` creates the parameters.
-      axes: ``(params) -> tree`` of the `dlm_jax.types.Axes` of these parameters. If None, those
+      axes: ``(params) -> tree`` of the `dlm_jax.Axes` of these parameters. If None, those
         with two axes are matrices, and each device has the whole of each parameter.
       metric: metric name of the loss; if empty, the head's name without ``_head``.
       reads_hidden: whether the loss reads `HeadInputs.hidden_BLD`.
