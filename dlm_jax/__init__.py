@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from dlm_jax.settings import rule as rule
     from dlm_jax.settings import static as static
     from dlm_jax.training import train as train
+    from dlm_jax.types import Axes as Axes
     from dlm_jax.types import CachedTrunk as CachedTrunk
     from dlm_jax.types import Inside as Inside
     from dlm_jax.types import Network as Network
@@ -107,7 +108,7 @@ _NAMES = {
     "sampling.row": "Counters",
     "settings": "ABOVE_ZERO BELOW_ONE Setting fact per_row rule static",
     "training": "train",
-    "types": "CachedTrunk Inside Network Status Window",
+    "types": "Axes CachedTrunk Inside Network Status Window",
 }
 _HOME_OF = {name: home for home, names in _NAMES.items() for name in names.split()}
 

@@ -72,19 +72,15 @@ def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[
     inner = math.prod(size for axis, size in sizes.items() if axis != "data")
     if sizes["data"] == -1:
         sizes["data"] = max(1, num_devices // inner)
-    asked = ", ".join(
-        f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1 or axis in _ALWAYS
-    )
-    if math.prod(sizes.values()) != num_devices:
-        raise ValueError(
-            f"{asked} do not multiply to {num_devices}, the number of devices; "
-            f"{_fits(sizes, num_devices, num_slices)}"
+    is_whole = math.prod(sizes.values()) == num_devices
+    if not is_whole or sizes["data"] % num_slices:
+        asked = ", ".join(
+            f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1 or axis in _ALWAYS
         )
-    if sizes["data"] % num_slices:
-        raise ValueError(
-            f"{asked} do not leave whole slices to mesh.data; there are {num_slices} slices; "
-            f"{_fits(sizes, num_devices, num_slices)}"
-        )
+        problem = f"do not leave whole slices to mesh.data; there are {num_slices} slices"
+        if not is_whole:
+            problem = f"do not multiply to {num_devices}, the number of devices"
+        raise ValueError(f"{asked} {problem}; {_fits(sizes, num_devices, num_slices)}")
     return {axis: size for axis, size in sizes.items() if size > 1 or axis in _ALWAYS}
 
 
@@ -130,32 +126,31 @@ def arranged(devices: Sequence[Any], shape: dict[str, int]) -> np.ndarray:
     for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
         slices[getattr(device, "slice_index", 0) or 0].append(device)
     sizes = [shape["data"] // len(slices), *list(shape.values())[1:]]
-    parts = [_in_slice(slices[number], sizes, list(shape)) for number in sorted(slices)]
-    return np.concatenate(parts, axis=0)
+    num_rows = math.prod(
+        size for axis, size in zip(shape, sizes, strict=True) if axis in AXES[:_ROWS]
+    )
 
+    def feeds_in_order(mesh: np.ndarray) -> bool:
+        """Returns whether the rows of every process are consecutive."""
+        held: dict[int, set[int]] = defaultdict(set)
+        for place, group in enumerate(mesh.reshape(num_rows, -1)):
+            for device in group:
+                held[device.process_index].add(place)
+        return all(max(places) - min(places) + 1 == len(places) for places in held.values())
 
-def _in_slice(devices: list[Any], sizes: list[int], names: list[str]) -> np.ndarray:
-    by_process = np.asarray(devices, dtype=object).reshape(sizes)
-    if devices[0].platform != "tpu":
-        return by_process
-    try:
-        on_torus = mesh_utils.create_device_mesh(
-            sizes, devices=devices, allow_split_physical_axes=True
-        )
-    except (NotImplementedError, ValueError, AssertionError):
-        return by_process
-    return on_torus if _feeds_in_order(on_torus, names) else by_process
+    def in_slice(devices: list[Any]) -> np.ndarray:
+        by_process = np.asarray(devices, dtype=object).reshape(sizes)
+        if devices[0].platform != "tpu":
+            return by_process
+        try:
+            on_torus = mesh_utils.create_device_mesh(
+                sizes, devices=devices, allow_split_physical_axes=True
+            )
+        except (NotImplementedError, ValueError, AssertionError):
+            return by_process
+        return on_torus if feeds_in_order(on_torus) else by_process
 
-
-def _feeds_in_order(mesh: np.ndarray, names: list[str]) -> bool:
-    """Returns whether the rows of every process are consecutive in a mesh."""
-    num_split = sum(name in AXES[:_ROWS] for name in names)
-    rows = mesh.reshape(math.prod(mesh.shape[:num_split]), -1)
-    held: dict[int, set[int]] = defaultdict(set)
-    for place, group in enumerate(rows):
-        for device in group:
-            held[device.process_index].add(place)
-    return all(max(places) - min(places) + 1 == len(places) for places in held.values())
+    return np.concatenate([in_slice(slices[number]) for number in sorted(slices)], axis=0)
 
 
 _NAME = re.compile(r"(v[0-9]+[a-z]*):([0-9]+(?:x[0-9]+){1,2})(?:\*([0-9]+))?")

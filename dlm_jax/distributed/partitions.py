@@ -202,10 +202,9 @@ def axes_of(network: Network, params: Params | None = None) -> Params:
     Raises:
       ValueError: the declaration does not fit the parameters.
     """
-    if params is None:
-        params = jax.eval_shape(network.init, key_of(0))
-    declared = {} if network.axes is None else network.axes(params)
-    like = {name: params.get(name, ()) for name in declared}
+    shapes = jax.eval_shape(network.init, key_of(0)) if params is None else params
+    declared = {} if network.axes is None else network.axes(shapes)
+    like = {name: shapes.get(name, ()) for name in declared}
     is_like = jax.tree.structure(declared) == jax.tree.structure(like)
     if not is_like or not all(isinstance(one, Axes) for one in jax.tree.leaves(declared)):
         raise ValueError(
@@ -219,8 +218,8 @@ def axes_of(network: Network, params: Params | None = None) -> Params:
                 f"Network.axes names the axes {axes.names} of the parameter {path!r} of shape "
                 f"{leaf.shape}; use one of {', '.join(AXIS_RULES)}, {LAYERS} or None for each axis"
             )
-    sizes = {name: 0 if name.endswith("_head") else network.vocab_size for name in params}
-    return {name: _by_rank(params[name], size) for name, size in sizes.items()} | declared
+    sizes = {name: 0 if name.endswith("_head") else network.vocab_size for name in shapes}
+    return {name: _by_rank(shapes[name], size) for name, size in sizes.items()} | declared
 
 
 def _by_rank(tree: Params, vocab_size: int, in_stack: bool = False) -> Params:
@@ -234,15 +233,23 @@ def _by_rank(tree: Params, vocab_size: int, in_stack: bool = False) -> Params:
 
 
 def undeclared(network: Network, params: Params, num_devices: int) -> str:
-    """A line that lists the matrices that `axes_of` finds by rank; empty if all are declared."""
+    """A line about the parameters that `axes_of` judges by rank; empty if all are declared."""
     declared = {} if network.axes is None else network.axes(params)
     if declared.keys() >= params.keys():
         return ""
-    axes = {name: tree for name, tree in axes_of(network, params).items() if name not in declared}
-    names = [path for path, one in named_leaves(axes) if one.is_matrix] or ["none"]
-    shown = ", ".join(names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-    whole = f", which are whole on each of {num_devices} devices" * (num_devices > 1)
-    return f"matrices by rank, without Network.axes{whole}: {shown}"
+
+    def listed(names: list[str]) -> str:
+        more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+        return ", ".join(names[:_SHOWN]) + more or "none"
+
+    leaves = named_leaves({name: tree for name, tree in params.items() if name not in declared})
+    axes = dict(named_leaves(axes_of(network, params)))
+    matrices = [path for path, _ in leaves if axes[path].is_matrix]
+    line = f"without Network.axes, matrices by rank: {listed(matrices)}"
+    if num_devices > 1:
+        whole = [path for path, leaf in leaves if leaf.ndim > 1]
+        line += f"; whole on each of {num_devices} devices: {listed(whole)}"
+    return line
 
 
 def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:

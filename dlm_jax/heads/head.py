@@ -55,7 +55,7 @@ class Head:
       draw: ``(drawn, key) -> noise``, a pytree of random values and totals, drawn for the whole
         batch before it is split into microbatches. Each leaf is ``[B, ...]`` or a scalar.
       init: ``(key) -> params``; None if `Network.init` creates the parameters.
-      axes: ``(params) -> tree`` of the `dlm_jax.types.Axes` of these parameters. If None, those
+      axes: ``(params) -> tree`` of the `dlm_jax.Axes` of these parameters. If None, those
         with two axes are matrices, and each device has the whole of each parameter.
       trains_trunk: whether the gradient flows into other parameters. If False, the other parameters
         are bitwise equal to those of a run without the head.

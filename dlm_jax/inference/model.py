@@ -273,7 +273,7 @@ def load(
         A field that this library does not implement is an error otherwise.
       report: function that is called with one line for each skipped damaged checkpoint, with one
         line each that lists the recommended settings and the ignored fields of a published
-        directory, and with one line that names the matrices without a sharding rule.
+        directory, and with one line about parameters that `Network.axes` does not declare.
 
     Raises:
       ValueError: the path contains no usable model, the mesh does not fit the devices, the dtype is

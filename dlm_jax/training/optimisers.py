@@ -68,17 +68,17 @@ def rates_of(
     starts to train. `schedule` maps a step to a factor that scales the peaks of the main group, and
     replaces the warm-up and cosine.
     """
-    peaks = {"learning_rate": optim.learning_rate}
+    settings, peaks = settings or HeadsConfig(), {"learning_rate": optim.learning_rate}
     if optim.name == "muon":
         peaks["adam_learning_rate"] = optim.adam_learning_rate
 
-    def rate(peak: float) -> optax.Schedule:
-        if schedule is None:
+    def rate(peak: float, factor: optax.Schedule | None) -> optax.Schedule:
+        if factor is None:
             return learning_rate(peak, optim, num_steps=num_steps)
-        return lambda step: peak * schedule(step)
+        return lambda step: peak * factor(step)
 
-    rates = {MAIN: {name: rate(peak) for name, peak in peaks.items()}}
-    for head in heads if settings is not None else ():
+    rates = {MAIN: {name: rate(peak, schedule) for name, peak in peaks.items()}}
+    for head in heads:
         if head.optimizer is None:
             left = max(1, num_steps - head.start)
             warmup = min(settings.warmup_steps, left - 1)

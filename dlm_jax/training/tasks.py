@@ -79,7 +79,7 @@ class Task:
 
     @functools.cached_property
     def axes(self) -> Params:
-        """The `dlm_jax.types.Axes` of the parameters."""
+        """The `dlm_jax.Axes` of the parameters."""
         return axes_of(self.network)
 
     @functools.cached_property

@@ -96,7 +96,15 @@ SHAPES = {
     "small": {},
     "large": {"activation": "swiglu", "kv_heads": 1, "tied_head": False},
     "older": {"activation": "gelu", "norm": "layer", "qkv_bias": True, "qk_norm": False},
-}
+    "canvas": {
+        "attention_type": "canvas", "block_length": 8, "attention_window": 16, "start_id": 0,
+        "depth": 4, "full_every": 2, "self_conditioning": True,
+    },
+    "experts": {
+        "activation": "swiglu", "experts": 4, "experts_per_token": 2, "expert_width": 8,
+        "shared_width": 4, "dense_layers": 1,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
@@ -108,7 +116,8 @@ def test_every_matrix_and_its_moments_are_split_the_same_way_over_fsdp_and_tenso
     split = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:
         split[path_name(path)] = leaf.sharding.spec
-        if path_name(path).endswith(("kernel", "embedding")):
+        is_router = "router" in path_name(path)
+        if not is_router and path_name(path).endswith(("kernel", "embedding", "_up", "_down")):
             assert {"fsdp", "tensor"} <= set(leaf.sharding.spec), path_name(path)
             assert leaf.sharding.shard_shape(leaf.shape) != leaf.shape
     moments = 0
@@ -141,7 +150,8 @@ def test_an_undeclared_matrix_is_replicated_and_named():
     (sharding,) = jax.tree.leaves(shardings(params, axes_of(network), mesh))
     assert sharding.is_fully_replicated
     line = undeclared(network, params, mesh.size)
-    assert line.endswith("whole on each of 8 devices: blocks/adapter/lora")
+    name = "blocks/adapter/lora"
+    assert line.endswith(f"matrices by rank: {name}; whole on each of 8 devices: {name}")
 
 
 def test_a_network_of_ones_own_declares_how_its_parameters_and_their_moments_are_split():
@@ -153,7 +163,7 @@ def test_a_network_of_ones_own_declares_how_its_parameters_and_their_moments_are
         assert moment["w"].spec == P("fsdp", "tensor") and moment["b"].spec == P("tensor")
         assert moment["own"].is_fully_replicated
     assert found.count == NamedSharding(mesh, P())
-    assert undeclared(network, params, 1) == "matrices by rank, without Network.axes: none"
+    assert undeclared(network, params, 1) == "without Network.axes, matrices by rank: none"
 
 
 @pytest.mark.parametrize("names", [("embed",), ("embed", "width"), ("fsdp", "tensor")])

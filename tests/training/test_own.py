@@ -191,8 +191,8 @@ def test_over_devices_a_network_without_sharding_rules_trains_as_on_one(tmp_path
         if count == 1:
             alone = outcome.params
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), outcome.params, alone)
-    (line,) = [line for line in said if "without a sharding rule" in line]
-    assert line.endswith("whole on each of 2 devices: mix, out, table")
+    alone, both = [line for line in said if line.startswith("without Network.axes, matrices by ")]
+    assert both == f"{alone}; whole on each of 2 devices: mix, out, table"
 
 
 @pytest.mark.slow

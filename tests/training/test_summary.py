@@ -62,5 +62,5 @@ def test_the_summary_names_the_matrices_of_a_network_that_does_not_declare_them(
         run = prepare(configs.load(None, flags), network=network, report=said.append)
     with run.checkpoints:
         describe(run, said.append)
-    (line,) = [line for line in said if line.startswith("matrices by rank, without Network.axes: ")]
+    (line,) = [line for line in said if line.startswith("without Network.axes, matrices by rank: ")]
     assert set(line.split(": ")[1].split(", ")) == toy.matrices(build(run.config.model))
