@@ -16,7 +16,7 @@ Legend of shapes, used as suffixes of names and in docstrings:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -119,13 +119,6 @@ class Inside(NamedTuple):
     final_BLD: jax.Array
 
 
-class _Hashable(dict[str, Any]):
-    """A dict that is never changed."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-
 @dataclass(frozen=True)
 class Network:
     """A language model as pure functions over a plain dict of parameters.
@@ -178,7 +171,7 @@ class Network:
     embed: Callable[[Params, jax.Array], jax.Array]
     readout: Callable[[Params, jax.Array], jax.Array]
     vocab_size: int
-    heads: Mapping[str, Any] = _Hashable()
+    heads: Mapping[str, Any] = field(default_factory=dict, hash=False)
     logits_of: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
     cached: CachedTrunk | None = None
     beside_clean: Callable[..., jax.Array] | None = None
@@ -190,7 +183,6 @@ class Network:
     predicts_first: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", _Hashable(self.heads))
         if (self.behind is None) != (self.canvas_length < 1):
             raise ValueError(
                 f"Network.canvas_length={self.canvas_length} is not supported with "

@@ -154,8 +154,9 @@ def attend_beside_clean(
     k_BMGK, v_BMGK = (jnp.concatenate([x[:half], x[half:]], axis=1) for x in (k_BLGK, v_BLGK))
     may_see = BesideClean(block_length, q_BLHK.shape[1])
     noisy_BLHK = ops.attention(q_BLHK[:half], k_BMGK, v_BMGK, length_B, may_see=may_see)
-    clean = (x[half:] for x in (q_BLHK, k_BLGK, v_BLGK))
-    clean_BLHK = ops.attention(*clean, length_B, may_see=InBlocks(block_length))
+    clean_BLHK = ops.attention(
+        q_BLHK[half:], k_BLGK[half:], v_BLGK[half:], length_B, may_see=InBlocks(block_length)
+    )
     return jnp.concatenate([noisy_BLHK, clean_BLHK])
 
 

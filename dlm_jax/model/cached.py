@@ -243,7 +243,7 @@ class RowTrunk(Trunk):
                 old = cache if row_N is None else on_own_rows(ops.rows_of, cache, row_N)
                 old = old[0][:, :, :num_seen], old[1][:, :, :num_seen]
             else:
-                old = ops.CachedLayer(*cache, row_N, num_seen)
+                old = ops.CachedLayer(cache[0], cache[1], row_N, num_seen)
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 new.append((by_group(k), by_group(v)))

@@ -215,7 +215,7 @@ class DiffusionGemma(Trunk):
         }
 
         def attend(name: str, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> jax.Array:
-            old = ops.CachedLayer(*cache, row_N, num_seen)
+            old = ops.CachedLayer(cache[0], cache[1], row_N, num_seen)
             return ops.window_attention(q, old, (by_group(k), by_group(v)), seen[name])
 
         is_canvas_N1 = jnp.full((place_NW.shape[0], 1), is_canvas)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from dlm_jax import devices
 from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.mesh import device_bytes
 from dlm_jax.distributed.partitions import on_own_share
@@ -171,7 +170,7 @@ def rematerialised(
             device = mesh.abstract_device or jax.devices()[0]
             # The axis `tensor` does not split the inputs of blocks.
             own = x.shape[0] * x.shape[1] * mesh.shape.get("tensor", 1) / max(mesh.size, 1)
-            remat = chosen(config, own, device_bytes(device), devices.platform())
+            remat = chosen(config, own, device_bytes(device), is_gpu=ops.is_gpu())
         policy = POLICIES.get(remat) or _POLICIES.save_only_these_names(*remat.split("+"))
         inside = named if remat == "offload" else block
         return jax.checkpoint(inside, prevent_cse=False, policy=policy)(x, parameters, context)
@@ -179,7 +178,7 @@ def rematerialised(
     return run
 
 
-def chosen(config: ModelConfig, num_positions: float, memory: float, platform: str) -> str:
+def chosen(config: ModelConfig, num_positions: float, memory: float, *, is_gpu: bool) -> str:
     """The value of ``model.remat`` that ``auto`` stands for.
 
     `num_positions` is the number of positions of a batch on one device, and `memory` is the memory
@@ -187,7 +186,7 @@ def chosen(config: ModelConfig, num_positions: float, memory: float, platform: s
     """
     if not memory:
         return "attention"
-    names = (_ON_GPU, *AUTO) if platform == "gpu" else AUTO
+    names = (_ON_GPU, *AUTO) if is_gpu else AUTO
     fitting = (x for x in names if saved_bytes(config, x, num_positions) <= memory / _SHARES)
     return next(fitting, "block")
 

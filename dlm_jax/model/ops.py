@@ -64,6 +64,11 @@ def linear_by_rows(x_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
     return x_ND @ table_VD.T
 
 
+def is_gpu() -> bool:
+    """Whether the target devices are GPUs."""
+    return platform() == "gpu"
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
     """``x / sqrt(mean(x^2) + epsilon) * scale`` over the last axis.
 

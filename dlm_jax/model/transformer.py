@@ -42,4 +42,6 @@ def build(config: ModelConfig) -> Network:
         raise ValueError("model.start_id=-1 is unresolved; set it to the tokenizer's MASK")
     if config.attention_type == "canvas":
         return DiffusionGemma(config).functions()
-    return (MoeTransformer if config.experts else Transformer)(config).functions()
+    if config.experts or config.dense_layers:
+        return MoeTransformer(config).functions()
+    return Transformer(config).functions()

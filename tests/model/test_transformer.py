@@ -162,10 +162,10 @@ def test_auto_saves_as_much_as_a_third_of_the_memory_holds():
     sizes = [saved_bytes(config, name, 64) for name in names]
     assert sizes == sorted(sizes, reverse=True) and len({*sizes}) == 4
     for name, less, size in zip(names, [*names[1:], "block"], sizes, strict=True):
-        assert chosen(config, 64, 3 * size, "gpu") == name
-        assert chosen(config, 64, 3 * size - 1, "gpu") == less
-    assert chosen(config, 64, 3 * sizes[0], "tpu") == "attention+gate+up"
-    assert chosen(config, 64, 0, "gpu") == chosen(config, 64, 0, "tpu") == "attention"
+        assert chosen(config, 64, 3 * size, is_gpu=True) == name
+        assert chosen(config, 64, 3 * size - 1, is_gpu=True) == less
+    assert chosen(config, 64, 3 * sizes[0], is_gpu=False) == "attention+gate+up"
+    assert chosen(config, 64, 0, is_gpu=True) == chosen(config, 64, 0, is_gpu=False) == "attention"
 
 
 @pytest.mark.parametrize("remat", ["some", "key+key", "key+block", ""])
