@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -362,7 +361,6 @@ def answers(model: dlm_jax.Model, asked: Sequence[Any], found: dlm_jax.Texts) ->
 # The tokens.
 
 
-@dataclass(frozen=True)
 class _Marked(HubTokenizer):
     """Encodes the names of special tokens as these tokens, for text of a chat template."""
 

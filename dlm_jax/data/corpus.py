@@ -34,7 +34,6 @@ from dlm_jax.data.pipeline import (
 from dlm_jax.data.shards import (
     INDEX_NAME,
     PARTS,
-    Index,
     ShardMixture,
     TokenShards,
     fingerprint,
@@ -102,115 +101,6 @@ TokenizerOf = str | Tokenizer | MakeTokenizer
 # Values of `data.tokenizer` that select the shards' own tokenizer; the last is the default.
 _OWN = ("corpus", "character")
 
-
-def roots_of(source: Source) -> list[str]:
-    """The directories and URLs of the sharded corpora in `source`; empty for text."""
-    names = corpora.names_of(source)
-    found = [name for name in names if _is_sharded(name)]
-    if found and len(found) < len(names):
-        other = next(name for name in names if name not in found)
-        raise ValueError(
-            f"data.source={other} is not a sharded corpus, but {found[0]} is; convert it to "
-            f"shards with python -m dlm_jax.data.shard"
-        )
-    return found
-
-
-def _is_sharded(name: str) -> bool:
-    return is_remote(name) or (Path(os.path.expanduser(name)) / INDEX_NAME).is_file()
-
-
-def load_sharded(
-    roots: Sequence[str],
-    *,
-    tokenizer: TokenizerOf,
-    seq_len: int,
-    weights: Sequence[float],
-    cache_dir: Path,
-) -> Corpus:
-    """The corpus of the shards under `roots`, which are not loaded into memory."""
-    indices = [read_index(root) for root in roots]
-    if callable(tokenizer):
-        tokenizer = tokenizer("")
-    _check_tokenizers(roots, indices, tokenizer)
-    parts = {
-        part: [
-            TokenShards.of(root, index, part, cache_dir)
-            for root, index in zip(roots, indices, strict=True)
-        ]
-        for part in PARTS
-    }
-    if weights and len(weights) != len(roots):
-        raise ValueError(
-            f"data.weights has {len(weights)} numbers for {len(roots)} corpora; pass one per corpus"
-        )
-    shares = weights or [len(one) for one in parts["train"]]
-    quotas = quotas_of(tuple(map(float, shares)))
-    used = [number for number, quota in enumerate(quotas) if quota]
-    for number in used:
-        _check_fills_a_row(roots[number], len(parts["train"][number]), seq_len)
-    for one in (*parts["train"], *parts["val"]):
-        one.check()
-    train = ShardMixture(
-        tuple(parts["train"][number] for number in used), tuple(quotas[n] for n in used)
-    )
-    sums = [indices[number].sha256 for number in used]
-    whole = sums[0] if len(used) == 1 else hashlib.sha256(" ".join(sums).encode()).hexdigest()
-
-    def total(part: str, fact: str) -> int:
-        return sum(getattr(shard, fact) for n in used for shard in getattr(indices[n], part))
-
-    return Corpus(
-        name=", ".join(roots),
-        tokenizer=indices[0].tokenizer,
-        train_rows=train.sources[0] if len(used) == 1 else train,
-        val_rows=joined([parts["val"][number] for number in used]),
-        sha256=whole,
-        num_train_characters=total("train", "characters"),
-        num_val_characters=total("val", "characters"),
-        num_train_tokens=total("train", "tokens"),
-        num_val_tokens=total("val", "tokens"),
-    )
-
-
-def _check_tokenizers(
-    roots: Sequence[str], indices: Sequence[Index], tokenizer: str | Tokenizer
-) -> None:
-    first = indices[0]
-    for root, index in zip(roots, indices, strict=True):
-        if fingerprint(index.tokenizer) != fingerprint(first.tokenizer):
-            raise ValueError(
-                f"data.source: {root} was made with a different tokenizer from {roots[0]}; "
-                "use the same tokenizer for both"
-            )
-        if (index.dtype, index.record_tokens) != (first.dtype, first.record_tokens):
-            raise ValueError(
-                f"data.source: {root} has a different record size from {roots[0]}; rebuild it"
-            )
-    if isinstance(tokenizer, str):
-        if tokenizer in _OWN:
-            return
-        if tokenizer.startswith("bpe:"):
-            raise ValueError(
-                f"data.tokenizer={tokenizer!r} would train a tokenizer, but {roots[0]} has one; "
-                f"use data.tokenizer=corpus"
-            )
-        tokenizer = make_tokenizer(tokenizer, "")
-    if fingerprint(tokenizer) != fingerprint(first.tokenizer):
-        raise ValueError(
-            f"data.source: {roots[0]} was made with a different tokenizer from data.tokenizer; "
-            f"rebuild it with that tokenizer, or use data.tokenizer=corpus"
-        )
-
-
-def _check_fills_a_row(name: str, num_tokens: int, seq_len: int) -> None:
-    if num_tokens < seq_len:
-        raise ValueError(
-            f"{name} has {num_tokens} training tokens, fewer than one window of "
-            f"seq_len={seq_len}; use more text or a smaller seq_len"
-        )
-
-
 LAYOUTS = ("windows", "documents")
 
 _FORMAT_VERSION = 1
@@ -264,41 +154,72 @@ def load_corpus(
             raise ValueError(f"{field}={value!r} is unknown; use {' or '.join(known)}")
     named = default_cache_dir() if cache_dir is None else cache_dir
     folder = Path(os.path.expanduser(named)).absolute()
-    roots = roots_of(source)
-    if roots:
+    if roots := _roots_of(source):
         if layout != "windows":
             raise ValueError(
                 f"data.layout={layout!r} is not supported for sharded corpora; use windows"
             )
-        return load_sharded(
-            roots, tokenizer=tokenizer, seq_len=seq_len, weights=weights, cache_dir=folder
-        )
+        return _load_shards(roots, tokenizer, seq_len=seq_len, weights=weights, folder=folder)
     if weights:
         raise ValueError(
             "data.weights applies to sharded corpora; build them with dlm_jax.data.shard"
         )
     documents = corpora.read_documents(source)
     name = corpora.describe(source)
-    if layout == "documents":
-        return _load_documents(
-            name,
-            documents,
-            tokenizer,
-            seq_len=seq_len,
-            held_out=held_out,
-            folder=folder,
-            tail=tail,
-            start_id=start_id,
-            chat=chat,
+    if layout == "windows":
+        return _load_windows(
+            name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder
         )
-    return _load_windows(
-        name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder
+    talk = next((document.name for document in documents if document.messages), None)
+    if talk is not None and chat is None:
+        raise ValueError(
+            f"{talk} is a conversation, but there is no chat template; set train.init_from "
+            'to a model with a chat template, or write {"prompt": ..., "response": ...}'
+        )
+    train, val = corpora.split_documents(documents, held_out, name=name)
+    parts = dict(zip(PARTS, (train, val), strict=True))
+    coder = _make(tokenizer, _all_text(documents), _all_text(train))
+    lines = (json.dumps(one.messages or [one.prompt, one.text]) for one in documents)
+    sha256 = hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest()
+    prefix_ids = prefix_of(coder, start_id)
+    template = [] if talk is None or chat is None else [chat.source]
+    key = _cache_key(sha256, coder, held_out, "documents", seq_len, *prefix_ids, *template)
+    rows = {
+        part: DocumentRows(
+            tokens_path=folder / f"tokens-{key}-{part}.npy",
+            bounds_path=folder / f"rows-{key}-{part}.npy",
+            seq_len=seq_len,
+            eos_id=coder.eos_id,
+            pad_id=coder.pad_id,
+            tail=tail,
+        )
+        for part in PARTS
+    }
+    # Both parts are encoded before either of them is written, so that an error leaves no file.
+    encoded = {
+        part: cut_into_rows(
+            _encode_documents(coder, parts[part], prefix_ids, chat),
+            seq_len=seq_len,
+            prefix_ids=prefix_ids,
+        )
+        for part in PARTS
+        if not (is_intact(rows[part].tokens_path) and is_intact(rows[part].bounds_path))
+    }
+    for part, (stretches, bounds) in encoded.items():
+        ids = np.concatenate(stretches)
+        write_tokens(rows[part].tokens_path, ids, vocab_size=coder.vocab_size)
+        write_tokens(rows[part].bounds_path, bounds, vocab_size=len(ids) + 1)
+    return Corpus(
+        name=name,
+        tokenizer=coder,
+        train_rows=rows["train"],
+        val_rows=rows["val"],
+        sha256=sha256,
+        num_train_characters=sum(len(document.text) for document in train),
+        num_val_characters=sum(len(document.text) for document in val),
+        num_train_tokens=rows["train"].num_targets(),
+        num_val_tokens=rows["val"].num_targets(),
     )
-
-
-def _paths(folder: Path, kind: str, key: str) -> dict[str, Path]:
-    """The token file of each part."""
-    return {part: folder / f"{kind}-{key}-{part}.npy" for part in PARTS}
 
 
 def _load_windows(
@@ -321,12 +242,19 @@ def _load_windows(
     if len(text) < 2:
         raise ValueError(f"{name} has {len(text)} characters, too short to split; use more text")
     parts: dict[str, str] = dict(zip(PARTS, corpora.split_text(text, held_out), strict=True))
-    coder = _coder(tokenizer, text, parts["train"])
+    coder = _make(tokenizer, text, parts["train"])
     sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
-    paths = _paths(folder, "tokens", _cache_key(sha256, coder, held_out))
+    key = _cache_key(sha256, coder, held_out)
+    paths = {part: folder / f"tokens-{key}-{part}.npy" for part in PARTS}
     missing = [part for part in PARTS if not is_intact(paths[part])]
-    # Encode both parts before writing either of them, so that an error leaves no file.
-    encoded = {part: _encode(coder, parts[part], documents) for part in missing}
+    try:
+        # Both parts are encoded before either of them is written, so that an error leaves no file.
+        encoded = {part: coder.encode(parts[part]) for part in missing}
+    except ValueError:
+        # The error names the document and the position in it.
+        for _ in _encode_documents(coder, documents):
+            pass
+        raise
     for part, ids in encoded.items():
         write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
     counts = {part: len(open_tokens(path)) for part, path in paths.items()}
@@ -344,71 +272,7 @@ def _load_windows(
     )
 
 
-def _load_documents(
-    name: str,
-    documents: Sequence[Document],
-    tokenizer: TokenizerOf,
-    *,
-    seq_len: int,
-    held_out: float,
-    folder: Path,
-    tail: str,
-    start_id: int | None,
-    chat: TurnEncoder | None,
-) -> Corpus:
-    talks = next((document for document in documents if document.messages), None)
-    if talks is not None and chat is None:
-        raise ValueError(
-            f"{talks.name} is a conversation, but there is no chat template; set train.init_from "
-            'to a model with a chat template, or write {"prompt": ..., "response": ...}'
-        )
-    train, val = corpora.split_documents(documents, held_out, name=name)
-    parts = {"train": train, "val": val}
-    coder = _coder(tokenizer, _all_text(documents), _all_text(train))
-    lines = (
-        json.dumps(document.messages or [document.prompt, document.text]) for document in documents
-    )
-    sha256 = hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest()
-    prefix_ids = prefix_of(coder, start_id)
-    sources = [] if talks is None or chat is None else [chat.source]
-    key = _cache_key(sha256, coder, held_out, "documents", seq_len, *prefix_ids, *sources)
-    paths, bounds_paths = _paths(folder, "tokens", key), _paths(folder, "rows", key)
-    made = {
-        part: cut_into_rows(
-            _encoded(coder, parts[part], prefix_ids, chat), seq_len=seq_len, prefix_ids=prefix_ids
-        )
-        for part in PARTS
-        if not all(map(is_intact, (paths[part], bounds_paths[part])))
-    }
-    for part, (stretches, bounds) in made.items():
-        ids = np.concatenate(stretches)
-        write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
-        write_tokens(bounds_paths[part], bounds, vocab_size=len(ids) + 1)
-    rows = {
-        part: DocumentRows(
-            tokens_path=paths[part],
-            bounds_path=bounds_paths[part],
-            seq_len=seq_len,
-            eos_id=coder.eos_id,
-            pad_id=coder.pad_id,
-            tail=tail,
-        )
-        for part in PARTS
-    }
-    return Corpus(
-        name=name,
-        tokenizer=coder,
-        train_rows=rows["train"],
-        val_rows=rows["val"],
-        sha256=sha256,
-        num_train_characters=sum(len(document.text) for document in train),
-        num_val_characters=sum(len(document.text) for document in val),
-        num_train_tokens=rows["train"].num_targets(),
-        num_val_tokens=rows["val"].num_targets(),
-    )
-
-
-def _coder(tokenizer: TokenizerOf, text: str, train_text: str) -> Tokenizer:
+def _make(tokenizer: TokenizerOf, text: str, train_text: str) -> Tokenizer:
     if callable(tokenizer):
         return tokenizer(text)
     if not isinstance(tokenizer, str):
@@ -426,47 +290,121 @@ def _all_text(documents: Sequence[Document]) -> str:
     return "\n\n".join(f"{document.prompt or ''}{document.text}" for document in documents)
 
 
-def _encoded(
+def _check_fills_a_row(name: str, num_tokens: int, seq_len: int) -> None:
+    if num_tokens < seq_len:
+        raise ValueError(
+            f"{name} has {num_tokens} training tokens, fewer than one window of "
+            f"seq_len={seq_len}; use more text or a smaller seq_len"
+        )
+
+
+def _encode_documents(
     tokenizer: Tokenizer,
     documents: Sequence[Document],
-    prefix_ids: Sequence[int],
-    chat: TurnEncoder | None,
+    prefix_ids: Sequence[int] = (),
+    chat: TurnEncoder | None = None,
 ) -> Iterator[Encoded]:
+    """Yields the ids of each document; an error names the document."""
     prefix = np.array(prefix_ids, np.int32)
     for document in documents:
-        prompt = document.prompt
+        given = None
         try:
             if document.messages and chat is not None:
                 # The template itself writes BOS, as in a chat.
                 for given, ids in chat.turns(document.messages):
-                    yield document.name, given, _before_eos(ids, tokenizer.eos_id)
+                    # Every row ends with EOS, which a template can write, too.
+                    ends = np.flatnonzero(ids == tokenizer.eos_id)
+                    yield document.name, given, ids[: ends[0]] if ends.size else ids
                 continue
-            given = None
-            if prompt is not None:
-                given = np.concatenate([prefix, tokenizer.encode(prompt)])
+            if document.prompt is not None:
+                given = np.concatenate([prefix, tokenizer.encode(document.prompt)])
             ids = tokenizer.encode(document.text)
         except ValueError as error:
             raise ValueError(f"{document.name}: {error}") from None
         yield document.name, given, ids
 
 
-def _before_eos(ids: np.ndarray, eos_id: int) -> np.ndarray:
-    """The ids up to EOS, with which every row ends (see `DocumentRows`)."""
-    ends = np.flatnonzero(ids == eos_id)
-    return ids[: ends[0]] if ends.size else ids
+def _roots_of(source: Source) -> list[str]:
+    """The directories and URLs of the sharded corpora in `source`; empty for text."""
+    names = corpora.names_of(source)
+    roots = [
+        name
+        for name in names
+        if is_remote(name) or (Path(os.path.expanduser(name)) / INDEX_NAME).is_file()
+    ]
+    if roots and len(roots) < len(names):
+        other = next(name for name in names if name not in roots)
+        raise ValueError(
+            f"data.source={other} is not a sharded corpus, but {roots[0]} is; convert it to "
+            f"shards with python -m dlm_jax.data.shard"
+        )
+    return roots
 
 
-def _encode(tokenizer: Tokenizer, text: str, documents: Sequence[Document]) -> np.ndarray:
-    """The ids of `text`. Errors name the document and the position in it."""
-    try:
-        return tokenizer.encode(text)
-    except ValueError:
-        for document in documents:
-            try:
-                tokenizer.encode(document.text)
-            except ValueError as error:
-                raise ValueError(f"{document.name}: {error}") from None
-        raise
+def _load_shards(
+    roots: Sequence[str],
+    tokenizer: TokenizerOf,
+    *,
+    seq_len: int,
+    weights: Sequence[float],
+    folder: Path,
+) -> Corpus:
+    """The corpus of the shards under `roots`, which are not loaded into memory."""
+    indices = [read_index(root) for root in roots]
+    first = indices[0]
+    for root, index in zip(roots, indices, strict=True):
+        if fingerprint(index.tokenizer) != fingerprint(first.tokenizer):
+            raise ValueError(
+                f"data.source: {root} was made with a different tokenizer from {roots[0]}; "
+                "use the same tokenizer for both"
+            )
+        if (index.dtype, index.record_tokens) != (first.dtype, first.record_tokens):
+            raise ValueError(
+                f"data.source: {root} has a different record size from {roots[0]}; rebuild it"
+            )
+    if isinstance(tokenizer, str) and tokenizer.startswith("bpe:"):
+        raise ValueError(
+            f"data.tokenizer={tokenizer!r} would train a tokenizer, but {roots[0]} has one; "
+            f"use data.tokenizer=corpus"
+        )
+    if tokenizer not in _OWN and fingerprint(_make(tokenizer, "", "")) != fingerprint(
+        first.tokenizer
+    ):
+        raise ValueError(
+            f"data.source: {roots[0]} was made with a different tokenizer from data.tokenizer; "
+            f"rebuild it with that tokenizer, or use data.tokenizer=corpus"
+        )
+    shards = {
+        part: [
+            TokenShards.of(root, index, part, folder)
+            for root, index in zip(roots, indices, strict=True)
+        ]
+        for part in PARTS
+    }
+    if weights and len(weights) != len(roots):
+        raise ValueError(
+            f"data.weights has {len(weights)} numbers for {len(roots)} corpora; pass one per corpus"
+        )
+    quotas = quotas_of(tuple(map(float, weights or map(len, shards["train"]))))
+    used = [number for number, quota in enumerate(quotas) if quota]
+    for number in used:
+        _check_fills_a_row(roots[number], len(shards["train"][number]), seq_len)
+    for one in (*shards["train"], *shards["val"]):
+        one.check()
+    train, val = ([shards[part][number] for number in used] for part in PARTS)
+    sums = [indices[number].sha256 for number in used]
+    mixture = ShardMixture(tuple(train), tuple(quotas[number] for number in used))
+    return Corpus(
+        name=", ".join(roots),
+        tokenizer=first.tokenizer,
+        train_rows=train[0] if len(used) == 1 else mixture,
+        val_rows=joined(val),
+        sha256=sums[0] if len(used) == 1 else hashlib.sha256(" ".join(sums).encode()).hexdigest(),
+        num_train_characters=sum(shard.characters for one in train for shard in one.shards),
+        num_val_characters=sum(shard.characters for one in val for shard in one.shards),
+        num_train_tokens=sum(map(len, train)),
+        num_val_tokens=sum(map(len, val)),
+    )
 
 
 @dataclass(frozen=True)

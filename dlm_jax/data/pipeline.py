@@ -88,13 +88,12 @@ def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         expected = tokens.offset + tokens.nbytes + _CHECKSUM_BYTES
-        is_whole = tokens.ndim == 1 and os.path.getsize(path) == expected
+        if tokens.ndim != 1 or os.path.getsize(path) != expected:
+            raise ValueError("its size differs from its header")
     except FileNotFoundError:
         raise ValueError(f"the token file {os.fspath(path)} does not exist; {remedy}") from None
     except Exception as error:  # NumPy's header reader raises various errors for a damaged header
         raise ValueError(f"{os.fspath(path)} is not a complete token file; {remedy}") from error
-    if not is_whole:
-        raise ValueError(f"{os.fspath(path)} is not a complete token file; {remedy}")
     return tokens
 
 
@@ -113,7 +112,6 @@ def is_intact(path: Path) -> bool:
 Columns = dict[str, np.ndarray]
 
 TAILS = ("eos", "pad")
-
 
 Place = tuple[int, int]
 """A row's index in its epoch, and the epoch's 32 random bits."""
@@ -276,9 +274,7 @@ def train_dataset(
       process_index: index of this process, in [0, process_count).
       process_count: number of processes among which the global batch is divided.
     """
-    for field, value in (("seq_len", seq_len), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{field}={value} is less than 1; use a positive number")
+    _check_positive(seq_len=seq_len, batch_size=batch_size)
     if not 0 <= process_index < process_count:
         raise ValueError(
             f"process_index={process_index} is outside [0, {process_count}); "
@@ -291,17 +287,18 @@ def train_dataset(
         )
     if not 0 <= seed < 1 << 32:
         raise ValueError(f"seed={seed} is outside [0, 2**32); use a seed in this range")
-    rows = batch_size // process_count
+    num_rows = batch_size // process_count
+    mixture = source if isinstance(source, ShardMixture) else None
     parts = source.sources if isinstance(source, ShardMixture) else (source,)
-    read = _ReadBatch(
-        parts=tuple(_rows(part, seq_len) for part in parts),
-        mixture=source if isinstance(source, ShardMixture) else None,
-        seed=seed,
-        batch_size=batch_size,
-        first_row=process_index * rows,
-        num_rows=rows,
-    )
+    rows = tuple(_rows(part, seq_len) for part in parts)
+    read = _ReadBatch(rows, mixture, seed, batch_size, process_index * num_rows, num_rows)
     return _mapped(read)
+
+
+def _check_positive(**sizes: int | None) -> None:
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} is less than 1; use a positive number")
 
 
 def _mapped(read: Callable[[int], Any]) -> grain.MapDataset:
@@ -382,17 +379,21 @@ def validation_windows(
       multiple_of: divisor of N. Rows of length 0 are appended until N is a multiple of
         `multiple_of`, so that a batch can be divided evenly among devices.
     """
-    sizes = {"seq_len": seq_len, "max_windows": max_windows, "multiple_of": multiple_of}
-    for field, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{field}={value} is less than 1; use a positive number")
+    _check_positive(seq_len=seq_len, max_windows=max_windows, multiple_of=multiple_of)
     if isinstance(source, ShardMixture):
         source = joined(source.sources)
     if isinstance(source, DocumentRows):
-        rows = _rows(source, seq_len)
-        batch = source.rows(_spread(len(rows), max_windows))
+        batch = source.rows(_spread(len(_rows(source, seq_len)), max_windows))
     else:
-        batch = _windows_in_order(_ids(source), seq_len, pad_id, max_windows)
+        ids = _ids(source)
+        if not len(ids):
+            raise ValueError(f"{ids.name} has no tokens; hold out more text")
+        starts = _spread(-(-len(ids) // seq_len), max_windows) * seq_len
+        tokens = np.full((len(starts), seq_len), pad_id, np.int32)
+        length = np.minimum(seq_len, len(ids) - starts).astype(np.int32)
+        for row, size, start in zip(tokens, length, starts, strict=True):
+            ids.read_into(row[:size], int(start))
+        batch = {"tokens": tokens, "length": length, "given": np.zeros_like(length)}
     num_empty = -len(batch["length"]) % multiple_of
     fills = {"tokens": pad_id, "length": 0, "given": 0}
     return {
@@ -441,17 +442,6 @@ class Windows(Mapped):
 
 def _ids(source: str | os.PathLike[str] | TokenShards) -> Ids:
     return source if isinstance(source, TokenShards) else TokenFile(source)
-
-
-def _windows_in_order(ids: Ids, seq_len: int, pad_id: int, limit: int | None) -> Columns:
-    if not len(ids):
-        raise ValueError(f"{ids.name} has no tokens; hold out more text")
-    starts = _spread(-(-len(ids) // seq_len), limit) * seq_len
-    batch = np.full((len(starts), seq_len), pad_id, np.int32)
-    length = np.minimum(seq_len, len(ids) - starts).astype(np.int32)
-    for row, size, start in zip(batch, length, starts, strict=True):
-        ids.read_into(row[:size], int(start))
-    return {"tokens": batch, "length": length, "given": np.zeros_like(length)}
 
 
 def _rows(

@@ -49,7 +49,7 @@ class _ArgumentParser(argparse.ArgumentParser):
         raise ValueError(f"command line: {message}; --help explains every flag")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags after checking; ``files`` contains paths and sizes."""
     parser = _ArgumentParser(
         prog="python -m dlm_jax.data.shard",
@@ -86,13 +86,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError(f"{flag}={getattr(args, name)} is outside [1, 100000]")
     if not 0 < args.held_out < 1:
         raise ValueError(f"--held-out={args.held_out} is outside (0, 1); 0.01 holds out 1%")
-    args.files = tuple((path, os.path.getsize(path)) for path in _found(args.files))
-    return args
-
-
-def _found(patterns: Sequence[str]) -> list[str]:
-    found: set[str] = set()
-    for pattern in patterns:
+    paths: set[str] = set()
+    for pattern in args.files:
         check_regular(pattern)
         if os.path.isdir(pattern):
             raise ValueError(f"{pattern} is a directory; pass its files, such as {pattern}/*.jsonl")
@@ -100,8 +95,9 @@ def _found(patterns: Sequence[str]) -> list[str]:
         files = [path for path in matches if os.path.isfile(path)]
         if not files:
             raise ValueError(f"{pattern} matches no file; pass a path or a glob")
-        found.update(os.path.abspath(path) for path in files)
-    return sorted(found)
+        paths.update(os.path.abspath(path) for path in files)
+    args.files = tuple((path, os.path.getsize(path)) for path in sorted(paths))
+    return args
 
 
 RECORD_TOKENS = 16_384
@@ -137,27 +133,21 @@ def documents_of(
     offset = 0
     for path, size in files:
         first, last = max(0, begin - offset), min(size, end - offset)
-        if first < last:
-            if is_json_lines(path):
-                yield from _lines(path, first, last)
-            elif first == 0:
-                text = _text(path, Path(path).read_bytes())
-                documents = read_jsonl(path, text) if is_json(path) else [Document(path, text)]
-                yield from ((document.name, _plain(document)) for document in documents)
         offset += size
-
-
-def _lines(path: str, first: int, last: int) -> Iterator[tuple[str, str]]:
-    with open(path, "rb") as file:
-        if first:
-            file.seek(first - 1)
-            file.readline()
-        while (start := file.tell()) < last:
-            raw = file.readline()
-            where = f"{path} at byte {start}"
-            line = _text(where, raw).rstrip("\n")
-            if line.strip():
-                yield where, _plain(parse_line(where, line))
+        if first < last and is_json_lines(path):
+            with open(path, "rb") as file:
+                if first:
+                    file.seek(first - 1)
+                    file.readline()
+                while (start := file.tell()) < last:
+                    where = f"{path} at byte {start}"
+                    line = _text(where, file.readline()).rstrip("\n")
+                    if line.strip():
+                        yield where, _plain(parse_line(where, line))
+        elif first == 0 < last:
+            text = _text(path, Path(path).read_bytes())
+            documents = read_jsonl(path, text) if is_json(path) else [Document(path, text)]
+            yield from ((document.name, _plain(document)) for document in documents)
 
 
 def _plain(line: Document) -> str:
@@ -319,7 +309,7 @@ def prepare_out(out: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Builds the corpus and returns the exit code (docs/exit_codes.md)."""
     try:
-        args = parse(argv)
+        args = _parse(argv)
         coder = choose_tokenizer(
             args.tokenizer, args.files, held_out=args.held_out, sample_bytes=args.sample_mb << 20
         )

@@ -12,7 +12,8 @@ record can be shorter. The ids encode consecutive documents, each followed by EO
 
 The ids of all shards form one sequence, which is never loaded completely. Only the required records
 are read, and ArrayRecord verifies their checksums. Files in buckets are copied into the cache and
-verified on first read. The number of open files is bounded, which also bounds the memory.
+verified then, because rows are read in random order. The number of open files is bounded, which
+also bounds the memory.
 
 A mixture divides its rows into blocks of `BLOCK` rows. Each corpus has a fixed number of rows per
 block, in a different random order in each block, so the source of any row can be computed directly.
@@ -27,8 +28,7 @@ import itertools
 import json
 import os
 import shutil
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -77,21 +77,16 @@ class Index:
     train: tuple[Shard, ...]
     val: tuple[Shard, ...]
 
+    def _line(self) -> str:
+        facts = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        facts |= {part: list(map(dataclasses.asdict, facts[part])) for part in PARTS}
+        facts |= {"format": _FORMAT, "tokenizer": self.tokenizer.to_json()}
+        return json.dumps(facts, sort_keys=True)
+
     @property
     def sha256(self) -> str:
         """Hash of the contents, which does not depend on the location of the corpus."""
         return hashlib.sha256(self._line().encode("ascii")).hexdigest()
-
-    def _line(self) -> str:
-        shards = {part: list(map(dataclasses.asdict, getattr(self, part))) for part in PARTS}
-        facts: dict[str, Any] = {
-            "format": _FORMAT,
-            "tokenizer": self.tokenizer.to_json(),
-            "dtype": self.dtype,
-            "record_tokens": self.record_tokens,
-            **shards,
-        }
-        return json.dumps(facts, sort_keys=True)
 
     def write(self, directory: epath.Path) -> None:
         write_line(directory / INDEX_NAME, self._line())
@@ -120,11 +115,6 @@ def read_index(directory: str) -> Index:
     train, val = (tuple(Shard(**shard) for shard in facts[part]) for part in PARTS)
     return Index(from_json(facts["tokenizer"]), facts["dtype"], facts["record_tokens"], train, val)
 
-
-# Corpora up to this size are read and checked completely before a run starts, within two seconds.
-# Of larger corpora, only sizes and headers are checked before the run; ArrayRecord verifies the
-# checksum of each record that is read.
-CHECK_BYTES = 2 << 30
 
 _MAX_OPEN = 128
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
@@ -178,8 +168,9 @@ class TokenShards(Mapped):
         return [0, *itertools.accumulate(shard.tokens for shard in self.shards)]
 
     @cached_property
-    def _open(self) -> OrderedDict[int, Any]:
-        return OrderedDict()
+    def _reader(self) -> Callable[[int], Any]:
+        """The reader of a shard; the readers used last stay open."""
+        return lru_cache(maxsize=_MAX_OPEN)(self._open)
 
     def read_into(self, ids: np.ndarray, start: int) -> None:
         done, shard = 0, bisect.bisect_right(self._starts, start) - 1
@@ -208,23 +199,12 @@ class TokenShards(Mapped):
             raise DamagedShard(f"{self.paths[shard]} has fewer tokens than its index lists")
         return ids[skipped : skipped + stop - first]
 
-    def _reader(self, shard: int) -> Any:
-        reader = self._open.get(shard)
-        if reader is None:
-            if len(self._open) >= _MAX_OPEN:
-                self._open.popitem(last=False)[1].close()
-            reader = array_record_module.ArrayRecordReader(
-                self._local(shard), _OPTIONS, file_reader_buffer_size=1 << 12
-            )
-            self._open[shard] = reader
-            self._check_header(shard, reader)
-        else:
-            self._open.move_to_end(shard)
-        return reader
-
-    def _check_header(self, shard: int, reader: Any) -> None:
-        path = self.paths[shard]
+    def _open(self, shard: int) -> Any:
+        path, local = self.paths[shard], self._local(shard)
         try:
+            reader = array_record_module.ArrayRecordReader(
+                local, _OPTIONS, file_reader_buffer_size=1 << 12
+            )
             header = json.loads(reader.read(0, 1)[0])
         except (RuntimeError, IndexError, ValueError):
             raise DamagedShard(f"{path} is not a shard of a corpus; copy it again") from None
@@ -233,6 +213,7 @@ class TokenShards(Mapped):
                 f"{path} was made with a different tokenizer from its index; restore the shard "
                 f"of this corpus"
             )
+        return reader
 
     def _local(self, shard: int) -> str:
         """The path of a local shard, or of a verified local copy of a remote shard."""
@@ -250,30 +231,21 @@ class TokenShards(Mapped):
                 )
             with reachable("data.source", path):
                 copy_whole(located(path), located(copy))
-            try:
-                self._check_bytes(shard, str(copy))
-            except DamagedShard:
+            if size_and_crc(located(copy)) != (facts.num_bytes, facts.crc32):
                 copy.unlink()
-                raise
+                raise DamagedShard(f"{path} has a wrong checksum; copy the shard again")
         return str(copy)
 
-    def _check_bytes(self, shard: int, local: str) -> None:
-        facts = self.shards[shard]
-        if size_and_crc(located(local)) != (facts.num_bytes, facts.crc32):
-            raise DamagedShard(f"{self.paths[shard]} has a wrong checksum; copy the shard again")
-
     def check(self) -> None:
-        """Raises an error if a shard is missing or damaged, or has the wrong size or tokenizer.
+        """Raises an error if a local shard is missing, or has the wrong size or tokenizer.
 
-        Damage is detected in corpora of at most `CHECK_BYTES` bytes. Shards in buckets are verified
-        when they are copied.
+        Shards in buckets are verified when they are copied, and records when they are read.
         """
-        reads_all = sum(shard.num_bytes for shard in self.shards) <= CHECK_BYTES
         for number, (path, facts) in enumerate(zip(self.paths, self.shards, strict=True)):
             if is_remote(path):
                 continue
             try:
-                size = Path(path).stat().st_size
+                size = os.stat(path).st_size
             except OSError as error:
                 raise DamagedShard(
                     f"{path} cannot be read ({error.strerror}); copy the shard again"
@@ -283,8 +255,6 @@ class TokenShards(Mapped):
                     f"{path} has {size} bytes instead of {facts.num_bytes}; copy the shard again"
                 )
             self._reader(number)
-            if reads_all:
-                self._check_bytes(number, path)
 
 
 def joined(parts: Sequence[TokenShards]) -> TokenShards:

@@ -74,15 +74,11 @@ def read_jsonl(name: str, content: str) -> Iterator[Document]:
     ``input`` is optional. Texts to train on (of a response, a text, an assistant's turn) must not
     be empty. If the name ends in ``.json``, `content` is a list of such objects.
     """
-    if is_json(name):
-        yield from _read_list(name, content)
+    if not is_json(name):
+        for number, line in enumerate(content.split("\n"), 1):
+            if line.strip():
+                yield parse_line(f"{name} line {number}", line)
         return
-    for number, line in enumerate(content.split("\n"), 1):
-        if line.strip():
-            yield parse_line(f"{name} line {number}", line)
-
-
-def _read_list(name: str, content: str) -> Iterator[Document]:
     remedy = "write a list of records, or rename JSON lines to .jsonl and text to .txt"
     try:
         records = json.loads(content)
@@ -192,53 +188,43 @@ def read_shakespeare() -> str:
     A download is stored atomically in the cache directory (`default_cache_dir`); a damaged cached
     copy is downloaded again.
     """
-    named = os.environ.get(SHAKESPEARE_PATH)
-    if named:
-        check_regular(os.path.expanduser(named))
+    if named := os.environ.get(SHAKESPEARE_PATH):
+        path = Path(os.path.expanduser(named))
+        check_regular(path)
         try:
-            return _checked(
-                Path(os.path.expanduser(named)).read_bytes(), f"{SHAKESPEARE_PATH}={named}"
-            )
+            data = path.read_bytes()
         except OSError as error:
             raise ValueError(
                 f"{SHAKESPEARE_PATH}={named} cannot be read: {error.strerror}; correct or unset it"
             ) from None
+        return _checked(data, f"{SHAKESPEARE_PATH}={named}")
     cached = default_cache_dir() / f"{SHAKESPEARE}.txt"
     with contextlib.suppress(OSError, ValueError):
         return _checked(cached.read_bytes(), str(cached))
-    data = _download()
-    text = _checked(data, _URL)
-    _keep(cached, data)
-    return text
-
-
-def _checked(data: bytes, where: str) -> str:
-    found = hashlib.sha256(data).hexdigest()
-    if found != SHAKESPEARE_SHA256:
-        raise ValueError(
-            f"{where}: {len(data)} bytes with the sha256 {found[:12]}..., but {SHAKESPEARE} has "
-            f"{SHAKESPEARE_SHA256[:12]}...; {_BY_PATH}"
-        )
-    return data.decode("utf-8")
-
-
-def _download() -> bytes:
     try:
         with urllib.request.urlopen(_URL, timeout=_TIMEOUT_SECONDS) as response:
             # Reading one more byte detects a response that is too long.
-            return response.read(_NUM_BYTES + 1)
+            data = response.read(_NUM_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ValueError(
             f"{SHAKESPEARE} cannot be loaded from {_URL} ({reason}); {_BY_PATH}"
         ) from None
-
-
-def _keep(path: Path, data: bytes) -> None:
-    """Writes `data` to `path`, and ignores failures."""
+    text = _checked(data, _URL)
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(cached, data)
+    return text
+
+
+def _checked(data: bytes, where: str) -> str:
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != SHAKESPEARE_SHA256:
+        raise ValueError(
+            f"{where}: {len(data)} bytes with the sha256 {digest[:12]}..., but {SHAKESPEARE} has "
+            f"{SHAKESPEARE_SHA256[:12]}...; {_BY_PATH}"
+        )
+    return data.decode("utf-8")
 
 
 BUILTIN_CORPUS = "python-reference"
@@ -270,27 +256,23 @@ def read_documents(source: Source) -> tuple[Document, ...]:
         raise ValueError(
             f"source contains no file names; pass a path, a glob or {BUILTIN_CORPUS!r}"
         )
-    named: dict[str, list[Document]] = {}
-    found: dict[Path, tuple[Path, bool]] = {}
+    files: dict[Path, tuple[Path, bool]] = {}
     for pattern in patterns:
-        if pattern in NAMED:
-            named[pattern] = NAMED[pattern]()
-            continue
-        is_named, matches = _match(pattern)
-        for path in matches:
-            shown, was_named = found.get(path.resolve(), (path, False))
-            found[path.resolve()] = shown, is_named or was_named
-    documents = [document for name in sorted(named) for document in named[name]]
-    for path, is_named in sorted(found.values()):
+        if pattern not in NAMED:
+            is_named, matches = _match(pattern)
+            for path in matches:
+                shown, was_named = files.get(path.resolve(), (path, False))
+                files[path.resolve()] = shown, is_named or was_named
+    documents = [one for name in sorted(NAMED.keys() & {*patterns}) for one in NAMED[name]()]
+    for path, is_named in sorted(files.values()):
         content = _read(path)
         if is_json_lines(path) or is_json(path):
             texts = list(read_jsonl(str(path), content))
         else:
             texts = [Document(str(path), content)] if content else []
-        if texts:
-            documents += texts
-        elif is_named:
+        if is_named and not texts:
             raise ValueError(f"{path} is empty; use a file with text")
+        documents += texts
     if not documents:
         raise ValueError(f"{describe(source)}: all files are empty; use files with text")
     return tuple(documents)
@@ -308,13 +290,12 @@ def split_text(text: str, held_out: float) -> tuple[str, str]:
     The text is cut at the last line start that holds out at least the fraction `held_out`, but at
     most twice that fraction. If there is no such line start, the text is cut within a line.
     """
-    _check_share(held_out)
     if len(text) < 2:
         raise ValueError(f"a text of {len(text)} characters cannot be split; use more text")
-    wanted = min(max(1, round(len(text) * held_out)), len(text) - 1)
-    target = len(text) - wanted
+    size = _num_held_out(len(text), held_out)
+    target = len(text) - size
     line_start = text.rfind("\n", 0, target) + 1
-    cut = line_start if line_start >= max(1, target - wanted) else target
+    cut = line_start if line_start >= max(1, target - size) else target
     return text[:cut], text[cut:]
 
 
@@ -324,14 +305,13 @@ def split_documents(
     """Splits documents into training and held-out documents, which are the last fraction
     `held_out`.
     """
-    _check_share(held_out)
     if len(documents) < 2:
         raise ValueError(
             f"{name} is one document, but whole documents are held out; use more documents or use "
             f"data.layout=windows"
         )
-    wanted = min(max(1, round(len(documents) * held_out)), len(documents) - 1)
-    return documents[:-wanted], documents[-wanted:]
+    size = _num_held_out(len(documents), held_out)
+    return documents[:-size], documents[-size:]
 
 
 def describe(source: Source) -> str:
@@ -341,9 +321,10 @@ def describe(source: Source) -> str:
     return shown if len(patterns) <= 3 else f"{shown} and {len(patterns) - 3} more"
 
 
-def _check_share(held_out: float) -> None:
+def _num_held_out(count: int, held_out: float) -> int:
     if not 0.0 < held_out < 1.0:
         raise ValueError(f"held_out={held_out} is outside (0, 1); 0.05 holds out 5%")
+    return min(max(1, round(count * held_out)), count - 1)
 
 
 def names_of(source: Source) -> list[str]:

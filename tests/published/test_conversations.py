@@ -263,38 +263,6 @@ def test_a_trained_model_chats_with_the_template_that_it_was_trained_with(direct
     assert run.meta["chat_template"] == source
 
 
-BAD = {
-    '{"messages": "hi"}': "messages is a string; write a list",
-    '{"messages": []}': "no message of the assistant; add it",
-    '{"messages": ["hi"]}': 'message 1 is a string, not an object; write {"role"',
-    '{"messages": [{"role": "user", "content": "a"}]}': "no message of the assistant; add it",
-    '{"messages": [{"role": "assistant", "content": "a"}]}': "begins with the assistant; put",
-    '{"messages": [{"from": "user", "value": "a"}]}':
-        'message 1 has the fields from, value; expected {"role": ..., "content": ...}',
-    '{"messages": [{"role": "gpt", "content": "a"}]}':
-        "message 1: role='gpt' is unknown; use one of system,",
-    '{"messages": [{"role": ["a"], "content": "a"}]}': "message 1: role=['a'] is unknown",
-    '{"messages": [{"role": "user", "content": ["a"]}]}':
-        "message 1: content is a list; write a string",
-    '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}':
-        "message 2: content is empty; add it",
-    '{"messages": [], "id": 3}': "has the fields messages, id; expected",
-    '{"conversations": []}': "has the fields conversations; expected",
-    '{"prompt": "a", "completion": ""}': "completion is empty; add it",
-    '{"prompt": "a", "input": "b", "completion": "c"}': "fields prompt, input, completion; exp",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("line", BAD)
-def test_a_bad_conversation_is_refused_by_file_and_line(line, tmp_path):
-    path = tmp_path / "f.jsonl"
-    path.write_text(f"{json.dumps({'messages': TALK})}\n{line}\n")
-    with pytest.raises(ValueError) as refused:
-        load_corpus(str(path), tokenizer=BPE, layout="documents", cache_dir=tmp_path)
-    assert str(refused.value).startswith(f"{path} line 2")
-    assert BAD[line] in str(refused.value) and "\n" not in str(refused.value)
-
-
 def test_conversations_need_a_template_and_rows_of_documents(tmp_path):
     path = tmp_path / "f.jsonl"
     path.write_text(f"{json.dumps({'messages': TALK})}\n" * 3)
