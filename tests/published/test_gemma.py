@@ -238,10 +238,6 @@ def test_tensors_under_the_names_of_the_encoder_are_read_too(both, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
 
-def test_the_family_is_found_from_the_settings_alone(both):
-    assert family_for(both[2].config.model).name == "diffusion_gemma"
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
