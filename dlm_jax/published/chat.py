@@ -14,13 +14,13 @@ import itertools
 import json
 import os
 import re
-import select
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,8 @@ class ChatTemplate:
         self, before: Messages, messages: Messages, where: str
     ) -> tuple[np.ndarray, np.ndarray] | None:
         now = time.time()
-        asked, encode, _ = self._rendered(_variables(before, {}), True, False, now)
-        given = encode(asked)
+        prompt, encode, _ = self._rendered(_variables(before, {}), True, False, now)
+        given = encode(prompt)
         written, encode, values = self._rendered(_variables(messages, {}), False, False, now)
         if not _MARK.search(self.source):
             whole = encode(written)
@@ -161,7 +161,7 @@ class ChatTemplate:
                 "what it writes"
             )
         places = [0, *itertools.accumulate(map(len, parts))]
-        others = len(os.path.commonprefix([asked, written]))
+        others = len(os.path.commonprefix([prompt, written]))
         spans = zip(places[1:-1:2], places[2:-1:2], strict=True)
         spans = [span for span in spans if span[1] > others]
         if not spans:
@@ -421,7 +421,7 @@ class _Sandbox:
         try:
             process.stdin.write(line)
             process.stdin.flush()
-            if not select.select([process.stdout], [], [], seconds)[0]:
+            if not connection.wait([process.stdout.fileno()], seconds):
                 raise TimeoutError
             return json.loads(process.stdout.readline())
         except BaseException as error:

@@ -107,8 +107,8 @@ def read_published(
     directory = Path(path)
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r} is unknown; use 'float32' or 'bfloat16'")
-    made = _described(directory, ignore, adds_mask=adds_mask)
-    family, model, tokenizer = made.family, made.config.model, made.tokenizer
+    described = _describe(directory, ignore, adds_mask=adds_mask)
+    family, model, tokenizer = described.family, described.config.model, described.tokenizer
     shards = opened(directory) if is_gguf(directory) else Shards(directory, family.name_of)
     tensors = TENSORS if is_gguf(directory) else family.tensors
     abstract = jax.eval_shape(build(model).init, key_of(0))
@@ -136,12 +136,12 @@ def read_published(
     )
     to = dtype or shards.entries[table].dtype.name
     whole = dataclasses.replace(whole, compute_dtype="bfloat16" if to == "bfloat16" else "float32")
-    config = dataclasses.replace(made.config, model=whole)
+    config = dataclasses.replace(described.config, model=whole)
     chat = read_chat(directory, tokenizer)
-    return dataclasses.replace(made, config=config, params=params, chat=chat)
+    return dataclasses.replace(described, config=config, params=params, chat=chat)
 
 
-def _described(directory: Path, ignore: Sequence[str] = (), *, adds_mask: bool) -> Published:
+def _describe(directory: Path, ignore: Sequence[str] = (), *, adds_mask: bool) -> Published:
     """The content of a directory without parameters and chat template, for a vocabulary of the
     stored size.
     """
@@ -183,14 +183,14 @@ def read_shape(
 
     With `adds_mask`, a vocabulary without MASK and without a free id gets one more id.
     """
-    made = _described(directory, ignore, adds_mask=adds_mask)
-    return _with_mask(made.config.model, made.tokenizer), made.tokenizer
+    described = _describe(directory, ignore, adds_mask=adds_mask)
+    return _with_mask(described.config.model, described.tokenizer), described.tokenizer
 
 
 def _with_mask(model: ModelConfig, tokenizer: HubTokenizer) -> ModelConfig:
-    """The model config for the vocabulary with MASK."""
-    size = max(model.vocab_size, tokenizer.mask_id + 1)
-    return dataclasses.replace(model, vocab_size=size)
+    """The model config for the vocabulary with MASK, if there is one."""
+    num_rows = 0 if tokenizer.mask_id == NO_MASK else tokenizer.mask_id + 1
+    return dataclasses.replace(model, vocab_size=max(model.vocab_size, num_rows))
 
 
 def _row_of(name: str, tokenizer: HubTokenizer, model: ModelConfig) -> int:
@@ -273,10 +273,10 @@ def read_model(
     family = family_of(said, str(where))
     said = family.said(said)
     for name in ignore:
-        found = _without(said, name)
-        if found is None:
+        rest = _without(said, name)
+        if rest is None:
             raise SettingError("ignore_config", name, f"is not a field of {where}", "remove it")
-        said = found
+        said = rest
     fields = FileFields(said, str(where))
     longest = fields.take(family.max_length, int, 4096)
     try:
@@ -310,42 +310,51 @@ def read_tokenizer(
     defaults of the family, in this order of precedence. An id of -1 means that there is no token.
     With `adds_mask`, a vocabulary without MASK and without a free id gets MASK as a new last id.
     """
-    said = [_optional(directory / GENERATION), config]
+    generation = _optional(directory / GENERATION)
     names = _optional(directory / "tokenizer_config.json")
     content = _content(directory, names)
-    first = HubTokenizer(content, 0, 0, 0)
+    bare = HubTokenizer(content, 0, 0, 0)
 
     def ids(role: str) -> tuple[int, ...]:
-        for source in said:
+        for source in (generation, config):
             value = source.get(f"{role}_token_id")
-            if value not in (None, -1):
-                found = tuple(value) if isinstance(value, list) else (value,)
-                if found and all(isinstance(id_, int) for id_ in found):
-                    return _inside(found, vocab_size, role, directory)
+            given: tuple[Any, ...] = tuple(value) if isinstance(value, list) else (value,)
+            if value not in (None, -1) and given and all(isinstance(id_, int) for id_ in given):
+                return inside(role, given)
         token = names.get(f"{role}_token")
         name = token.get("content") if isinstance(token, dict) else token
-        known = None if name is None else first.id_of(str(name))
-        return () if known is None else (known,)
+        id_ = None if name is None else bare.id_of(str(name))
+        return () if id_ is None else (id_,)
+
+    def inside(role: str, ids: tuple[int, ...]) -> tuple[int, ...]:
+        for id_ in ids:
+            if not 0 <= id_ < vocab_size:
+                raise ValueError(
+                    f"{_config_of(directory)}: {role}_token_id={id_} is outside the vocabulary of "
+                    f"{vocab_size}; the tokenizer belongs to another model"
+                )
+        return ids
 
     eos = ids("eos") or ids("pad")
     if not eos:
         raise ValueError(f"{_config_of(directory)} has no field 'eos_token_id'; add it")
-    mask = (
-        ids("mask")
-        or tuple(id_ for id_ in map(first.id_of, _MASK_NAMES) if id_ is not None)
-        or (() if family.mask_id is None else (family.mask_id,))
-    )
     # A causal model has no MASK. If the last id of the vocabulary is unused, it becomes MASK, so
     # that the model can be trained to fill holes.
-    mask = mask or ((vocab_size - 1,) if vocab_size > first.vocab_size else ())
+    mask = (
+        ids("mask")
+        or tuple(id_ for id_ in map(bare.id_of, _MASK_NAMES) if id_ is not None)
+        or (() if family.mask_id is None else (family.mask_id,))
+        or ((vocab_size - 1,) if vocab_size > bare.vocab_size else ())
+    )
     if not mask and adds_mask:
-        content, mask = _with_token(content, vocab_size, _ADDED_MASK), (vocab_size,)
+        data, flags = json.loads(content), ("single_word", "lstrip", "rstrip", "normalized")
+        token = {"id": vocab_size, "content": _ADDED_MASK} | dict.fromkeys(flags, False)
+        data["added_tokens"] = [*(data.get("added_tokens") or ()), token | {"special": True}]
+        content, mask = json.dumps(data, ensure_ascii=False), (vocab_size,)
         vocab_size += 1
-    if mask:
-        _inside(mask[:1], vocab_size, "mask", directory)
-    mask = mask or (NO_MASK,)
-    pad, bos = ids("pad") or eos[:1], ids("bos")
-    tokenizer = HubTokenizer(content, mask[0], pad[0], eos[0], bos[0] if bos else None)
+    (mask_id,) = inside("mask", mask[:1]) or (NO_MASK,)
+    pad, bos = ids("pad") or eos, ids("bos")
+    tokenizer = HubTokenizer(content, mask_id, pad[0], eos[0], bos[0] if bos else None)
     try:
         check_fits(tokenizer, vocab_size)
     except ValueError as error:
@@ -389,34 +398,8 @@ def chat_of(source: str, tokenizer: HubTokenizer, where: str) -> ChatTemplate:
     return ChatTemplate(source, tokenizer)
 
 
-def _with_token(content: str, id_: int, name: str) -> str:
-    """The text of a tokenizer.json with a further special token."""
-    token = {
-        "id": id_,
-        "content": name,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
-    data = json.loads(content)
-    data["added_tokens"] = [*(data.get("added_tokens") or ()), token]
-    return json.dumps(data, ensure_ascii=False)
-
-
 def _optional(file: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
-
-
-def _inside(ids: tuple[int, ...], vocab_size: int, role: str, directory: Path) -> tuple[int, ...]:
-    for id_ in ids:
-        if not 0 <= id_ < vocab_size:
-            raise ValueError(
-                f"{_config_of(directory)}: {role}_token_id={id_} is outside the vocabulary of "
-                f"{vocab_size}; the tokenizer belongs to another model"
-            )
-    return ids
 
 
 def _content(directory: Path, names: Mapping[str, Any]) -> str:
@@ -438,8 +421,8 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
             {"id": int(id_), "content": token["content"], "special": bool(token.get("special"))}
             for id_, token in names.get("added_tokens_decoder", {}).items()
         ]
-        made = qwen_json(read_json(directory / "vocab.json"), merges, added)
-        return HubTokenizer(made, 0, 0, 0).content
+        content = qwen_json(read_json(directory / "vocab.json"), merges, added)
+        return HubTokenizer(content, 0, 0, 0).content
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file} cannot be used ({reason}); download it again") from None
@@ -455,28 +438,28 @@ def read_kept(directory: Path, ignore: Sequence[str] = ()) -> dict[str, Any]:
     as metadata: under ``published`` further ids that end a generation, the length of the canvas,
     and the settings of generation_config.json. `restored` reads them.
     """
-    made = _described(directory, ignore, adds_mask=True)
+    described = _describe(directory, ignore, adds_mask=True)
     return {
         "published": {
-            "max_length": made.config.data.seq_len,
-            "more_eos_ids": list(made.more_eos_ids),
-            "settings": made.settings,
+            "max_length": described.config.data.seq_len,
+            "more_eos_ids": list(described.more_eos_ids),
+            "settings": described.settings,
         }
     }
 
 
-def restored(kept: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The fields of a trained model that `read_kept` has kept, as keyword arguments of `Model`.
+def restored(saved: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The fields of a trained model that `read_kept` returned, as keyword arguments of `Model`.
 
     Sampling settings that the config changes take precedence over those of the directory, and these
     over the first preset of the family that can express the trained model.
     """
-    length, said = max(kept["max_length"], config.data.seq_len), kept["settings"]
+    length, said = max(saved["max_length"], config.data.seq_len), saved["settings"]
     family = None
     with contextlib.suppress(ValueError):
         family = family_for(dataclasses.replace(config.model, lora_rank=0))
     plain = SamplingParams()
-    own = {
+    changed = {
         name: value for name, value in vars(config.sample).items() if value != getattr(plain, name)
     }
     if family is None:
@@ -487,9 +470,9 @@ def restored(kept: Mapping[str, Any], config: Config) -> dict[str, Any]:
         presets = presets_of(family, config.model)
     return {
         "max_length": length,
-        "more_eos_ids": tuple(kept["more_eos_ids"]),
+        "more_eos_ids": tuple(saved["more_eos_ids"]),
         "presets": presets,
-        "sample": recommended(implied, said | own),
+        "sample": recommended(implied, said | changed),
     }
 
 
@@ -528,11 +511,11 @@ def write_published(
         # A width of 0 stands for a width that only this library knows.
         model = dataclasses.replace(config.model, mlp_width=config.model.inner_width)
         config = dataclasses.replace(config, model=model)
-    found = family_for(config.model, family)
-    if config.objective.process != found.process:
+    layout = family_for(config.model, family)
+    if config.objective.process != layout.process:
         raise ValueError(
             f"the model was trained with objective.process={config.objective.process!r}, but "
-            f"programs of the family {found.name} sample {found.process!r} models"
+            f"programs of the family {layout.name} sample {layout.process!r} models"
         )
     if isinstance(tokenizer, SubwordTokenizer):
         tokenizer = tokenizer.published()
@@ -541,13 +524,13 @@ def write_published(
             f"the model has a {tokenizer.to_json()['type']} tokenizer, which no tokenizer.json can "
             "describe; train with data.tokenizer=bpe:N or the path of a tokenizer.json"
         )
-    kept = {name: tree for name, tree in params.items() if not name.endswith("_head")}
-    if expressed(found, config.model).qkv_bias and not config.model.qkv_bias:
-        config = dataclasses.replace(config, model=expressed(found, config.model))
-        kept = _with_zero_biases(kept)
-    abstract = jax.eval_shape(lambda: kept)
-    pieces = pieces_of(found.tensors, abstract, layers=config.model.layers)
-    files = _config_files(found, config, tokenizer, more_eos_ids, str(kept["embedding"].dtype))
+    stored = {name: tree for name, tree in params.items() if not name.endswith("_head")}
+    if expressed(layout, config.model).qkv_bias and not config.model.qkv_bias:
+        config = dataclasses.replace(config, model=expressed(layout, config.model))
+        stored = _with_zero_biases(stored)
+    abstract = jax.eval_shape(lambda: stored)
+    pieces = pieces_of(layout.tensors, abstract, layers=config.model.layers)
+    files = _config_files(layout, config, tokenizer, more_eos_ids, str(stored["embedding"].dtype))
     if chat is not None and chat.source:
         files["tokenizer_config.json"]["chat_template"] = chat.source
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
@@ -561,7 +544,7 @@ def write_published(
             (temporary / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
             if chat is not None and chat.source:
                 (temporary / TEMPLATE).write_text(chat.source, encoding="utf-8")
-            write_weights(temporary, kept, pieces, max_shard_bytes)
+            write_weights(temporary, stored, pieces, max_shard_bytes)
             os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -570,7 +553,7 @@ def write_published(
 
 def _with_zero_biases(params: Params) -> Params:
     """The parameters of an equal model with biases on queries, keys and values."""
-    found = dict(params)
+    biased = dict(params)
     for stack in STACKS:
         if stack in params:
             attention = dict(params[stack]["attention"])
@@ -578,8 +561,8 @@ def _with_zero_biases(params: Params) -> Params:
                 kernel = attention[part]["kernel"]
                 bias = np.zeros((kernel.shape[0], kernel.shape[-1]), kernel.dtype)
                 attention[part] = attention[part] | {"bias": bias}
-            found[stack] = params[stack] | {"attention": attention}
-    return found
+            biased[stack] = params[stack] | {"attention": attention}
+    return biased
 
 
 def _config_files(

@@ -33,9 +33,9 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
             return known[name]
     if not named:
         kind = config.get("model_type")
-        found = [family for family in FAMILIES.values() if family.model_type == kind]
-        if len(found) == 1:
-            return found[0]
+        matching = [family for family in FAMILIES.values() if family.model_type == kind]
+        if len(matching) == 1:
+            return matching[0]
         raise ValueError(
             f"{where}: architectures is absent and model_type={kind!r} does not identify the "
             f"family; add one of {', '.join(known)}"

@@ -161,19 +161,21 @@ def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
         raise ValueError(
             f"stability_threshold={said['stability_threshold']!r} is not implemented; use 1"
         )
-    found = {name: said[field] for field, name in _OF_LOOP.items() if said.get(field) is not None}
+    settings = {
+        name: said[field] for field, name in _OF_LOOP.items() if said.get(field) is not None
+    }
     first = PRESETS["diffusion_gemma"]
     steps, length = said.get("max_denoising_steps"), said.get("max_new_tokens")
     if steps is not None or length is not None:
         steps = first["steps"] if steps is None else steps
         length = first["gen_length"] if length is None else length
-        found["steps"] = steps * -(-length // model.block_length)
+        settings["steps"] = steps * -(-length // model.block_length)
     if said.get("t_min") is not None and said.get("t_max") is not None:
         t_min, t_max = said["t_min"], said["t_max"]
         of_canvas = first["steps"] if steps is None else steps
-        found["temperature"] = t_max
-        found["temperature_end"] = round(t_min + (t_max - t_min) / of_canvas, _DECIMALS)
-    return found
+        settings["temperature"] = t_max
+        settings["temperature_end"] = round(t_min + (t_max - t_min) / of_canvas, _DECIMALS)
+    return settings
 
 
 def _spoken(sample: SamplingParams, model: ModelConfig) -> dict[str, Any]:

@@ -44,8 +44,8 @@ def read_settings(
     """
     file = directory / GENERATION
     said = read_json(file) if file.exists() else {}
-    own = said.get(OWN) or {}
-    if not isinstance(own, dict):
+    extra = said.get(OWN) or {}
+    if not isinstance(extra, dict):
         raise ValueError(f"{file}: {OWN} is not an object of settings; remove it")
     settings = {name: said[field] for field, name in _SHARED.items() if said.get(field) is not None}
     does_sample = said.get("do_sample")
@@ -56,16 +56,16 @@ def read_settings(
         settings.setdefault("temperature", 1.0)
     try:
         settings |= of_family(said)
-        for name, value in (settings | own).items():
+        for name, value in (settings | extra).items():
             if name not in BUILT_IN.settings:
                 known = tuple(BUILT_IN.settings)
                 raise ValueError(f"{name[:60]!r} is not a setting; {nearest(name[:60], known)}")
             settings[name] = BUILT_IN.settings[name].checked(value)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    if is_greedy and "temperature" not in own:
+    if is_greedy and "temperature" not in extra:
         settings["temperature"] = 0.0
-    if settings.get("gen_length", 0) > length and "gen_length" not in own:
+    if settings.get("gen_length", 0) > length and "gen_length" not in extra:
         settings |= {"gen_length": 0, "steps": settings.get("steps", length)}
     return settings
 
@@ -74,7 +74,7 @@ def settings_fields(sample: SamplingParams, implied: SamplingParams) -> dict[str
     """The fields of generation_config.json from which `read_settings` restores `sample`."""
     names = {name: field for field, name in _SHARED.items()}
     fields: dict[str, Any] = {}
-    own: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     for name in BUILT_IN.settings:
         value = getattr(sample, name)
         is_scaled = name == "steps" and sample.gen_length != implied.gen_length
@@ -83,7 +83,7 @@ def settings_fields(sample: SamplingParams, implied: SamplingParams) -> dict[str
         if name in names and (name, value) != ("gen_length", 0):
             fields[names[name]] = value
         else:
-            own[name] = value
+            extra[name] = value
     if fields.keys() & set(_SAMPLING):
         fields["do_sample"] = sample.temperature > 0
         fields["temperature"] = sample.temperature
@@ -91,8 +91,8 @@ def settings_fields(sample: SamplingParams, implied: SamplingParams) -> dict[str
             del fields["temperature"]
     # A reader takes a temperature without its end for that of all steps.
     if {"temperature", "do_sample"} & fields.keys() and sample.temperature_end != -1:
-        own["temperature_end"] = sample.temperature_end
-    return fields | ({OWN: own} if own else {})
+        extra["temperature_end"] = sample.temperature_end
+    return fields | ({OWN: extra} if extra else {})
 
 
 def presets_of(family: Family, model: ModelConfig) -> dict[str, dict[str, Any]]:

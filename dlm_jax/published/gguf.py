@@ -150,31 +150,31 @@ class GgufFile:
         """Raises ValueError for metadata of the architecture that is not read and may have an
         effect, except for the keys in `ignore`.
         """
-        own = self._own
-        own.finish(_IDLE | {key.removeprefix(own.within) for key in ignore})
+        fields = self._fields
+        fields.finish(_IDLE | {key.removeprefix(fields.within) for key in ignore})
 
     @property
     def unread(self) -> frozenset[str]:
         """The keys of the architecture's metadata that are not read."""
-        return frozenset(self._own.within + name for name in self._own.unread)
+        return frozenset(self._fields.within + name for name in self._fields.unread)
 
     def read(self, name: str) -> np.ndarray:
         """The dequantised tensor, in the dtype of its entry."""
         tensor, location = self._tensors[name], self.entries[name]
         if location.dtype == np.float32:
-            found = self._quants.dequantize(tensor.data, tensor.tensor_type)
+            values = self._quants.dequantize(tensor.data, tensor.tensor_type)
         else:
-            found = np.asarray(tensor.data).view(location.dtype)
-        found = found.reshape(location.shape)
+            values = np.asarray(tensor.data).view(location.dtype)
+        values = values.reshape(location.shape)
         heads = self._halves.get(name.rpartition(".")[0].rpartition(".")[2], 0)
         if not heads:
-            return found
-        parts = found.reshape(heads, found.shape[0] // heads // 2, 2, *found.shape[1:])
-        return np.ascontiguousarray(parts.swapaxes(1, 2).reshape(found.shape))
+            return values
+        parts = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+        return np.ascontiguousarray(parts.swapaxes(1, 2).reshape(values.shape))
 
     def _config(self, fields: FileFields, name: str) -> dict[str, Any]:
         architecture, is_alternating = ARCHITECTURES[name]
-        own = FileFields(
+        arch = FileFields(
             {
                 key.removeprefix(f"{name}."): value
                 for key, value in fields.values.items()
@@ -183,34 +183,34 @@ class GgufFile:
             str(self.path),
             within=f"{name}.",
         )
-        width, heads = own.take("embedding_length", int), own.take("attention.head_count", int)
-        groups = own.take("attention.head_count_kv", int, heads)
-        size = own.take("attention.key_length", int, width // max(heads, 1))
-        own.must(**{"attention.value_length": size})
-        turned = own.take("rope.dimension_count", int, size)
+        width, heads = arch.take("embedding_length", int), arch.take("attention.head_count", int)
+        groups = arch.take("attention.head_count_kv", int, heads)
+        size = arch.take("attention.key_length", int, width // max(heads, 1))
+        arch.must(**{"attention.value_length": size})
+        turned = arch.take("rope.dimension_count", int, size)
         if turned != size:
-            raise own.refuse("rope.dimension_count", turned, f"is not implemented; only {size} is")
+            raise arch.refuse("rope.dimension_count", turned, f"is not implemented; only {size} is")
         self._halves = {"attn_q": heads, "attn_k": groups} if is_alternating else {}
-        longest, theta = own.take("context_length", int), own.take("rope.freq_base", float, 1e4)
-        scaling = _scaling(own) or self._llama3(size, theta)
+        longest, theta = arch.take("context_length", int), arch.take("rope.freq_base", float, 1e4)
+        scaling = _scaling(arch) or self._llama3(size, theta)
         is_tied = TENSORS["head/kernel"] not in self.entries
-        depth, inner = own.take("block_count", int), own.take("feed_forward_length", int)
-        epsilon = own.take("attention.layer_norm_rms_epsilon", float)
+        depth, inner = arch.take("block_count", int), arch.take("feed_forward_length", int)
+        epsilon = arch.take("attention.layer_norm_rms_epsilon", float)
         # llama.cpp stores these numbers in float32.
         epsilon, theta = (float(f"{value:.7g}") for value in (epsilon, theta))
-        self._own = own
+        self._fields = arch
         if TENSORS["embedding"] not in self.entries:
             raise ValueError(f"{self.path} lacks the tensor 'token_embd.weight'; download it again")
         vocab_size = self.entries["token_embd.weight"].shape[0]
         is_shifted = fields.take("diffusion.shift_logits", bool, name == "dream")
         if is_shifted != (name == "dream"):
             raise fields.refuse("diffusion.shift_logits", is_shifted, f"is not that of {name}")
-        made: dict[str, Any] = {"architectures": [architecture], "rope_theta": theta}
-        made |= {"rms_norm_eps": epsilon, "vocab_size": vocab_size} | _special_ids(fields)
+        config: dict[str, Any] = {"architectures": [architecture], "rope_theta": theta}
+        config |= {"rms_norm_eps": epsilon, "vocab_size": vocab_size} | _special_ids(fields)
         if name == "llada":
             if scaling or size * heads != width:
-                raise own.refuse("rope.scaling", scaling, "is not implemented")
-            return made | {
+                raise arch.refuse("rope.scaling", scaling, "is not implemented")
+            return config | {
                 "d_model": width,
                 "n_heads": heads,
                 "n_kv_heads": groups,
@@ -221,7 +221,7 @@ class GgufFile:
                 "weight_tying": is_tied,
                 "include_qkv_bias": "blk.0.attn_q.bias" in self.entries,
             }
-        return made | {
+        return config | {
             "hidden_size": width,
             "num_attention_heads": heads,
             "num_key_value_heads": groups,
@@ -238,18 +238,20 @@ class GgufFile:
         if self.entries.pop("rope_freqs.weight", None) is None:
             return None
         divisors_K = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64)
-        found = RopeScaling("llama3", float(divisors_K.max()), 8192.0, low=1.0, high=4.0)
-        wanted_K = rotary_multipliers(found, size, theta)
-        if divisors_K.shape != wanted_K.shape or not np.allclose(1 / divisors_K, wanted_K, 1e-4):
+        scaling = RopeScaling("llama3", float(divisors_K.max()), 8192.0, low=1.0, high=4.0)
+        expected_K = rotary_multipliers(scaling, size, theta)
+        if divisors_K.shape != expected_K.shape or not np.allclose(
+            1 / divisors_K, expected_K, 1e-4
+        ):
             raise ValueError(
                 f"{self.path}: the tensor 'rope_freqs.weight' is not the scaling of Llama 3.1, "
                 "which is the only one that is read"
             )
         return {
             "rope_type": "llama3",
-            "factor": found.factor,
-            "low_freq_factor": found.low,
-            "high_freq_factor": found.high,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low,
+            "high_freq_factor": scaling.high,
             "original_max_position_embeddings": 8192,
         }
 
@@ -262,8 +264,8 @@ def _opened(path: Path, time: int, size: int) -> GgufFile:
 
 def opened(path: Path) -> GgufFile:
     """The content of a file. The last file is cached, because parsing takes seconds."""
-    found = path.stat() if path.exists() else None
-    return _opened(path, found.st_mtime_ns if found else 0, found.st_size if found else 0)
+    stat = path.stat() if path.exists() else None
+    return _opened(path, stat.st_mtime_ns if stat else 0, stat.st_size if stat else 0)
 
 
 def _package(path: Path) -> ModuleType:
@@ -288,23 +290,23 @@ def _scaling(fields: FileFields) -> dict[str, Any] | None:
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
     }
-    found = {
+    numbers = {
         theirs: fields.take(f"rope.scaling.{name}", float, 0.0) for name, theirs in names.items()
     }
     if kind == "none":
         return None
-    return {"rope_type": kind} | {name: value for name, value in found.items() if value}
+    return {"rope_type": kind} | {name: value for name, value in numbers.items() if value}
 
 
 def _special_ids(fields: FileFields) -> dict[str, Any]:
     """The ids of special tokens, by their fields in config.json."""
-    found = {
+    ids = {
         f"{role}_token_id": fields.take(f"tokenizer.ggml.{name}_token_id", int, -1)
         for role, name in (("bos", "bos"), ("pad", "padding"), ("mask", "mask"))
     }
     ends = [fields.take(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot")]
     ends = list(dict.fromkeys(id_ for id_ in ends if id_ >= 0))
-    return {name: id_ for name, id_ in found.items() if id_ >= 0} | (
+    return {name: id_ for name, id_ in ids.items() if id_ >= 0} | (
         {"eos_token_id": ends} if ends else {}
     )
 
@@ -329,23 +331,20 @@ def _tokenizer_json(fields: FileFields) -> str:
         if kinds[id_] in (_UNKNOWN, _CONTROL, _ADDED)
     ]
     vocabulary = {token: id_ for id_, token in enumerate(tokens) if kinds[id_] != _UNUSED}
-    made = {"version": "1.0", "added_tokens": added} | _MODELS[kind](fields, vocabulary)
+    data = {"version": "1.0", "added_tokens": added} | _MODELS[kind](fields, vocabulary)
     bos_id = fields.values.get("tokenizer.ggml.bos_token_id", -1)
-    adds_bos = fields.take("tokenizer.ggml.add_bos_token", bool, made.pop("adds_bos"))
+    adds_bos = fields.take("tokenizer.ggml.add_bos_token", bool, data.pop("adds_bos"))
     if adds_bos and 0 <= bos_id < len(tokens):
         bos = {"id": tokens[bos_id], "ids": [bos_id], "tokens": [tokens[bos_id]]}
         special = {"SpecialToken": {"id": tokens[bos_id], "type_id": 0}}
-        made["post_processor"] = {
+        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        data["post_processor"] = {
             "type": "TemplateProcessing",
             "special_tokens": {tokens[bos_id]: bos},
-            "single": [special, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [
-                special,
-                {"Sequence": {"id": "A", "type_id": 0}},
-                {"Sequence": {"id": "B", "type_id": 0}},
-            ],
+            "single": [special, first],
+            "pair": [special, first, second],
         }
-    return json.dumps(made)
+    return json.dumps(data)
 
 
 def _byte_level(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[str, Any]:
@@ -403,7 +402,7 @@ def _sentencepiece(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[st
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
     back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-    kinds = fields.values.get("tokenizer.ggml.token_type") or []
+    kinds = fields.values.get("tokenizer.ggml.token_type") or [1] * len(scores)
     unknown = next((token for token, id_ in vocabulary.items() if kinds[id_] == _UNKNOWN), None)
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},

@@ -34,10 +34,10 @@ def hub_id(path: str | os.PathLike[str] | None) -> tuple[str, str | None] | None
     Returns None for other paths, including existing paths, paths inside an existing directory, and
     names of weights files.
     """
-    found = _HUB_ID.fullmatch(path) if isinstance(path, str) else None
-    if found is None or str(path).endswith((SUFFIX, gguf.SUFFIX)) or Path(found[1]).parent.exists():
+    match = _HUB_ID.fullmatch(path) if isinstance(path, str) else None
+    if match is None or str(path).endswith((SUFFIX, gguf.SUFFIX)) or Path(match[1]).parent.exists():
         return None
-    return None if Path(str(path)).exists() else (found[1], found[2])
+    return None if Path(str(path)).exists() else (match[1], match[2])
 
 
 def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | os.PathLike[str]:
@@ -47,10 +47,10 @@ def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | 
       SettingError: ``huggingface_hub`` is not installed, the model or its revision does not exist,
         or the Hub cannot be reached and the model is not in the cache.
     """
-    asked = hub_id(path)
-    if asked is None:
+    repository = hub_id(path)
+    if repository is None:
         return path
-    name, revision = asked
+    name, revision = repository
     hub = _hub(path, setting)
     try:
         copy = hub.snapshot_download(
@@ -62,10 +62,10 @@ def fetched(path: str | os.PathLike[str], setting: str = "checkpoint") -> str | 
         )
     except Exception as error:
         raise _refusal(hub, str(path), setting, error) from error
-    found = Path(copy)
-    if is_published(found):
+    directory = Path(copy)
+    if is_published(directory):
         return copy
-    weights = sorted(found.glob(f"*{SUFFIX}"))
+    weights = sorted(directory.glob(f"*{SUFFIX}"))
     if len(weights) == 1:
         return weights[0]
     raise SettingError(
@@ -126,10 +126,10 @@ def push_to_hub(
         if _CARD not in files and not api.file_exists(repo_id, _CARD, revision=revision):
             content[_CARD] = model_card(source, repo_id, license=license).encode()
         parts = [hub.CommitOperationAdd(name, one) for name, one in content.items()]
-        made = api.create_commit(repo_id, parts, commit_message=message, revision=revision)
+        commit = api.create_commit(repo_id, parts, commit_message=message, revision=revision)
     except Exception as error:
         raise _refusal(hub, repo_id, "repo_id", error) from error
-    return str(made.commit_url)
+    return str(commit.commit_url)
 
 
 def model_card(path: str | os.PathLike[str], repo_id: str, *, license: str | None = None) -> str:

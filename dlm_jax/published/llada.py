@@ -181,7 +181,7 @@ _LLADA_MOE = Family(
 
 def _read_llada2(fields: FileFields, settings: dict[str, Any]) -> dict[str, Any]:
     settings |= read_rope(fields, settings)
-    head_size = settings["head_size"] or settings["width"] // settings["heads"]
+    head_size = settings["head_size"] or settings["width"] // max(settings["heads"], 1)
     fields.must(rotary_dim=int(head_size * settings["rotary_share"]))
     shared_width = settings["expert_width"] * fields.take("num_shared_experts", int, 0)
     fields.must(moe_shared_expert_intermediate_size=shared_width)

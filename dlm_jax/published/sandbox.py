@@ -44,8 +44,7 @@ def main() -> None:
     for line in sys.stdin:
         signal.alarm(_SECONDS)
         try:
-            told = {"text": _rendered(**json.loads(line))}
-            line = json.dumps(told)
+            line = json.dumps({"text": _rendered(**json.loads(line))})
         except MemoryError:
             line = json.dumps({"error": f"it uses more than {_MEMORY >> 20} MiB"})
         # A template may raise any exception.

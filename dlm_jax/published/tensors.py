@@ -70,21 +70,19 @@ class Shards:
     def __init__(self, directory: Path, name_of: Callable[[str], str] = str):
         self.entries: dict[str, TensorLocation] = {}
         for file, names in _files(directory).items():
-            found = _header(file)
-            for name in names or found:
-                if name not in found:
+            entries = _header(file)
+            for verb, others, does in (
+                ("lacks", set(names) - set(entries), "lists"),
+                ("holds", set(entries) - set(names or entries), "does not list"),
+            ):
+                if others:
                     raise ValueError(
-                        f"{file} lacks the tensor {name!r}, which {INDEX} lists; download "
+                        f"{file} {verb} the tensor {min(others)!r}, which {INDEX} {does}; download "
                         "both again"
                     )
+            for name in names or entries:
                 if usual := name_of(name):
-                    self.entries[usual] = found[name]
-            surplus = sorted(set(found) - set(names or found))
-            if surplus:
-                raise ValueError(
-                    f"{file} holds the tensor {surplus[0]!r}, which {INDEX} does not list; "
-                    "download both again"
-                )
+                    self.entries[usual] = entries[name]
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as a view of its file; deleting the view releases the mapped pages."""
@@ -167,28 +165,29 @@ def check_tensors(
 
     `redundant` tensors may be present and are ignored, but must equal the tensors that they map to.
     """
-    wanted = tensor_shapes(pieces)
-    missing = sorted(set(wanted) - set(shards.entries))
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ValueError(f"{where} lacks the tensor {missing[0]!r}{more}, which {config} implies")
-    idle = ("rotary_emb.inv_freq",)
-    surplus = sorted(
-        name
-        for name in set(shards.entries) - set(wanted) - set(redundant)
-        if not name.endswith(idle)
-    )
-    if surplus:
-        more = f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""
-        raise ValueError(f"{where} holds the tensor {surplus[0]!r}{more}, which {config} excludes")
-    for name, shape in wanted.items():
-        if (stored := shards.entries[name].shape) != shape:
+    shapes, stored = tensor_shapes(pieces), shards.entries
+    surplus = set(stored) - set(shapes) - set(redundant)
+    surplus = {name for name in surplus if not name.endswith("rotary_emb.inv_freq")}
+    for verb, names, does in (
+        ("lacks", set(shapes) - set(stored), "implies"),
+        ("holds", surplus, "excludes"),
+    ):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise ValueError(
-                f"{where}: the tensor {name!r} has shape {brief(stored)}, but {config} requires "
-                f"{shape}"
+                f"{where} {verb} the tensor {min(names)!r}{more}, which {config} {does}"
+            )
+    for name, shape in shapes.items():
+        if stored[name].shape != shape:
+            raise ValueError(
+                f"{where}: the tensor {name!r} has shape {brief(stored[name].shape)}, but {config} "
+                f"requires {shape}"
             )
     for name, other in redundant.items():
-        if name in shards.entries and not _are_equal(shards.read(name), shards.read(other)):
+        if name in stored and not (
+            stored[name].shape == stored[other].shape
+            and _are_equal(shards.read(name), shards.read(other))
+        ):
             raise ValueError(
                 f"{where}: config.json ties the tensor {name!r} to {other!r}, but they differ; "
                 "untie them in a copy of config.json to use the tensor, or remove it"
@@ -197,14 +196,10 @@ def check_tensors(
 
 def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:
     """Returns whether two matrices have the same values, compared in parts to save memory."""
-    parts = range(0, len(first), _ROWS)
-    return first.shape == second.shape and all(
-        np.array_equal(
-            np.asarray(first[row : row + _ROWS], np.float32),
-            np.asarray(second[row : row + _ROWS], np.float32),
-            equal_nan=True,
-        )
-        for row in parts
+    parts = (slice(row, row + _ROWS) for row in range(0, len(first), _ROWS))
+    return all(
+        np.array_equal(first[at].astype(np.float32), second[at].astype(np.float32), equal_nan=True)
+        for at in parts
     )
 
 
@@ -217,33 +212,29 @@ def read_params(
     place: Place,
     finish: Finish,
 ) -> Params:
-    """Loads the parameters in `dtype` (None: as stored), with shardings from `place`.
+    """Loads the parameters in `dtype`, with shardings from `place`. The dtype None is that of a
+    parameter's tensors, or float32 if they differ.
 
     Each parameter is replaced by the result of `finish` before the next parameter is read. Before
     any parameter is read, `finish` is called with the shapes of all parameters.
     """
 
     def read(path: str, leaf: Any) -> Any:
-        return jax.block_until_ready(finish(path, stored(path, leaf)))
-
-    def stored(path: str, leaf: Any) -> jax.Array:
-        parts = pieces[path]
-        kind = _stored_dtype(shards, parts) if dtype is None else dtype
+        parts, kind = pieces[path], dtype
+        if kind is None:
+            kinds = {shards.entries[piece.tensor].dtype for piece in parts}
+            kind = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
         sharding = place(path, leaf.shape)
         if sharding is None and jax.default_backend() == "cpu":
-            return _on_host(shards, parts, leaf.shape, kind)
-        if len(parts) == 1 and parts[0].place == ():
-            return _put(shards, parts[0], leaf.shape, kind, sharding)
-        return _stacked(shards, parts, leaf.shape, kind, sharding)
+            parameter = _on_host(shards, parts, leaf.shape, kind)
+        elif parts[0].place == ():
+            parameter = _put(shards, parts[0], leaf.shape, kind, sharding)
+        else:
+            parameter = _stacked(shards, parts, leaf.shape, kind, sharding)
+        return jax.block_until_ready(finish(path, parameter))
 
     map_named(finish, abstract)
     return map_named(read, abstract)
-
-
-def _stored_dtype(shards: Tensors, parts: list[TensorPart]) -> np.dtype:
-    """The dtype of a parameter's tensors, or float32 if they differ."""
-    kinds = {shards.entries[piece.tensor].dtype for piece in parts}
-    return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
 
 def _on_host(
@@ -325,10 +316,10 @@ def _put(
         return view[index].astype(dtype, copy=False)
 
     if sharding is None:
-        made = jnp.array(part(...), copy=True)
+        array = jnp.array(part(...), copy=True)
     else:
-        made = jax.make_array_from_callback(shape, sharding, part)
-    return made.block_until_ready()
+        array = jax.make_array_from_callback(shape, sharding, part)
+    return array.block_until_ready()
 
 
 def write_weights(
@@ -345,7 +336,7 @@ def write_weights(
             )
         for piece in of_path:
             parts[piece.tensor].append((piece, values[path]))
-    dtypes = {name: np.dtype(own[0][1].dtype) for name, own in parts.items()}
+    dtypes = {name: np.dtype(first[0][1].dtype) for name, first in parts.items()}
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
     files: list[list[str]] = [[]]
     room = max_bytes

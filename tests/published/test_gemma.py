@@ -218,26 +218,30 @@ def test_tensors_under_the_names_of_the_encoder_are_read_too(both, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
 
 
-def test_the_family_is_found_from_the_settings_alone(both):
-    assert family_for(both[2].config.model).name == "diffusion_gemma"
-
-
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("file", "changes", "text"),
     [
-        ({"layer_types": ["sliding_attention", "full_attention"] + ["full_attention"] * 4},
+        ("config", {"layer_types": ["sliding_attention"] + ["full_attention"] * 5},
          "use equal groups"),
-        ({"attention_bias": True}, "attention_bias=True is not implemented"),
-        ({"per_layer_config": {"2": {"head_dim": 8}}}, "only one for all full layers"),
-        ({"hidden_activation": "silu"}, "hidden_activation='silu' is not implemented"),
+        ("config", {"attention_bias": True}, "attention_bias=True is not implemented"),
+        ("config", {"per_layer_config": {"2": {"head_dim": 8}}}, "only one for all full layers"),
+        ("config", {"hidden_activation": "silu"}, "hidden_activation='silu' is not implemented"),
+        ("generation_config", {"max_new_tokens": "256"}, "max_new_tokens='256' must be a number"),
+        ("generation_config", {"max_denoising_steps": 0, "t_min": 0.4, "t_max": 0.8},
+         "max_denoising_steps=0 must be"),
+        ("generation_config", {"t_min": "a", "t_max": 0.8}, "t_min='a' must be a number"),
+        ("generation_config", {"sampler_config": [1]}, r"sampler_config=\[1\] is not an object"),
     ],
 )  # fmt: skip
-def test_a_config_that_it_does_not_implement_is_refused_by_name(both, tmp_path, changes, text):
-    config = json.loads((both[1] / "config.json").read_text())
-    config["text_config"] |= changes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=text):
+def test_fields_that_it_does_not_implement_are_refused_by_name(both, tmp_path, file, changes, text):
+    shutil.copytree(both[1], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / f"{file}.json"
+    config = json.loads(path.read_text())
+    config.get("text_config", config).update(changes)
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=text) as refused:
         dlm_jax.load(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 LOOP = {
@@ -439,23 +443,6 @@ def test_the_published_shape_has_26_billion_parameters_of_which_4_are_active():
     assert 25e9 < total < 27e9
     assert 3.5e9 < active < 4.5e9
     assert family_for(A4B).name == "diffusion_gemma"
-
-
-@pytest.mark.parametrize(
-    ("said", "line"),
-    [
-        ({"max_new_tokens": "256"}, "max_new_tokens='256' must be a number"),
-        ({"max_denoising_steps": 0, "t_min": 0.4, "t_max": 0.8}, "max_denoising_steps=0 must be"),
-        ({"t_min": "a", "t_max": 0.8}, "t_min='a' must be a number"),
-        ({"sampler_config": [1]}, r"sampler_config=\[1\] is not an object"),
-    ],
-)
-def test_damaged_fields_of_the_loop_are_refused_by_name(both, tmp_path, said, line):
-    shutil.copytree(both[1], tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text(json.dumps(said))
-    with pytest.raises(ValueError, match=line) as refused:
-        dlm_jax.load(tmp_path)
-    assert "\n" not in str(refused.value)
 
 
 def test_tokens_are_not_scored_by_a_model_without_mask(both):

@@ -368,7 +368,8 @@ def test_texts_are_split_as_in_llama_cpp(pre, tmp_path):
         assert found.encode(text).tolist() == wanted, text
 
 
-def test_a_sentencepiece_merges_the_best_score_first(tmp_path):
+@pytest.mark.parametrize("has_types", [True, False])
+def test_a_sentencepiece_merges_the_best_score_first(tmp_path, has_types):
     """Scores, spaces, bytes and BOS are those of SentencePiece; the reference merges by hand."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)),
               "\u2581", "a", "b", "c", "ab", "bc", "abc", "\u2581a", "\u2581ab"]  # fmt: skip
@@ -378,7 +379,8 @@ def test_a_sentencepiece_merges_the_best_score_first(tmp_path):
     def add(writer):
         writer.add_tokenizer_model("llama")
         writer.add_token_scores(scores)
-        writer.add_token_types(kinds)
+        if has_types:
+            writer.add_token_types(kinds)
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(2)
 
