@@ -607,7 +607,7 @@ class ModelConfig(Section, name="model"):
                 raise self.error(key, f"is odd; use {size + 1}")
         if self.rotary_size < 2 or self.rotary_size % 2:
             what = f"rotates {self.rotary_size} of {self.size_of_head} dimensions of a head"
-            why = "which is odd (see model.width, model.heads and model.head_size)"
+            why = "not an even number from 2 (see model.width, model.heads and model.head_size)"
             raise self.error("rotary_share", f"{what}, {why}; use 1.0 or 0.5")
         for key in ("kv_heads", "full_kv_heads"):
             if heads % (getattr(self, key) or 1):
@@ -820,13 +820,8 @@ class Config:
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         """Keys of values that contradict others, each with ``why; remedy``."""
-        model, train, sample, is_fresh = (
-            self.model,
-            self.train,
-            self.sample,
-            not self.train.init_from,
-        )
-        length, share = self.data.seq_len, self.objective.denoising_share
+        model, train, sample, length = self.model, self.train, self.sample, self.data.seq_len
+        is_fresh, share = not train.init_from, self.objective.denoising_share
         if self.optim.warmup_steps >= train.steps > 1:
             yield "optim.warmup_steps", f"is not less than train.steps={train.steps}; lower it"
         if sample.gen_length > length:
@@ -836,13 +831,13 @@ class Config:
             why = f"of train.batch_size={train.batch_size} rows leaves an objective without rows"
             yield "objective.denoising_share", f"{why}; raise train.batch_size"
         if is_fresh:
-            begins = {"data.tokenizer": self.data.tokenizer == INIT}
-            begins |= {
-                "train.mask_like": train.mask_like,
-                "train.ignore_config": train.ignore_config,
-            }
-            for key in filter(begins.get, begins):
-                yield key, "requires train.init_from, which is empty; name a model"
+            problem = "requires train.init_from, which is empty; name a model"
+            if self.data.tokenizer == INIT:
+                yield "data.tokenizer", problem
+            if train.mask_like:
+                yield "train.mask_like", problem
+            if train.ignore_config:
+                yield "train.ignore_config", problem
         if train.mask_like and model.attention_type == "causal":
             yield "train.mask_like", "has no effect with model.attention_type='causal'; remove it"
         if is_fresh and not self.heads.train_main:
