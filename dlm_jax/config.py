@@ -21,7 +21,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -29,7 +29,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import msgspec
 
 from dlm_jax.moved import moved
-from dlm_jax.sampling.params import SamplingParams, layered, resolve
+from dlm_jax.sampling.params import SamplingParams, layered, resolve  # noqa: F401
 from dlm_jax.settings import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -39,16 +39,7 @@ from dlm_jax.settings import (
     check_values,
     closest,
     renamed,
-    require,
 )
-
-__all__ = [
-    "Config", "DataConfig", "HeadsConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig",
-    "OptimConfig", "SamplingParams", "TRACKERS", "TrainConfig", "add_flags", "add_sample_flags",
-    "differing", "flat", "from_dict", "from_saved", "layered", "load", "override", "parse_flags",
-    "resolve", "sample_settings", "shipped", "to_dict", "to_toml",
-]  # fmt: skip
-
 
 Natural = Annotated[int, {"low": 0}]
 Positive = Annotated[int, {"low": 1}]
@@ -94,19 +85,25 @@ class Section:
     def check(self) -> None:
         """Raises SettingError for contradictory values."""
 
-    def require(self, condition: bool, key: str, why: str, remedy: str = "") -> None:
-        """Raises SettingError about the value of a key unless `condition` is true."""
-        require(condition, self.declared[key].name, getattr(self, key), why, remedy)
+    def error(self, key: str, problem: str) -> SettingError:
+        """An error about the value of a key; `problem` is ``why; remedy``."""
+        return _error(self.declared[key].name, getattr(self, key), problem)
 
-    def require_names(self, key: str, known: Sequence[str], *, is_once: bool = True) -> None:
-        """Raises SettingError unless the values of a list are known and, by default, different."""
-        values = getattr(self, key)
-        for value in values:
-            why = f"has {value!r}, which is not one of {', '.join(known)}"
-            advice = f"did you mean {closest(str(value), known)!r}?"
-            require(value in known, self.declared[key].name, UNSET, why, advice)
-        is_repeated = is_once and len(set(values)) < len(values)
-        self.require(not is_repeated, key, "has duplicates", "name each once")
+    def check_names(self, key: str, known: Sequence[str], *, is_once: bool = True) -> None:
+        """Raises SettingError unless the names in a list are known and, by default, different."""
+        names = getattr(self, key)
+        for name in names:
+            if name not in known:
+                near, listed = closest(str(name), known), ", ".join(known)
+                problem = f"has {name!r}, which is not one of {listed}; did you mean {near!r}?"
+                raise _error(self.declared[key].name, UNSET, problem)
+        if is_once and len(set(names)) < len(names):
+            raise self.error(key, "has duplicates; name each once")
+
+
+def _error(name: str, value: Any, problem: str) -> SettingError:
+    why, _, remedy = problem.partition("; ")
+    return SettingError(name, value, why, remedy)
 
 
 @dataclass(frozen=True)
@@ -121,9 +118,7 @@ class HeadsConfig(Section, name="heads"):
         remedy="use 0.7",
     )
     sampler_trunk_share: Share = setting(
-        0.0,
-        "weight in the sampler head's loss of the divergence from the trunk's prediction given the "
-        "revealed tokens",
+        0.0, "weight in the sampler head's loss of its divergence from the trunk"
     )
     start_critic_iteration: Natural = setting(0, "steps before the critic starts to train")
     end_critic_iteration: Natural = setting(
@@ -205,10 +200,7 @@ class TrainConfig(Section, name="train"):
         32, "number of rows per step, over all devices and processes", high=2**20
     )
     accumulate: Positive = setting(
-        1,
-        "number of microbatches per step, which run sequentially to save memory; the result is the "
-        "same",
-        high=2**20,
+        1, "microbatches per step, which run in turn; the result is the same", high=2**20
     )
     seed: Natural = setting(
         0, "random seed of the parameters, the data order and the noise", high=2**32 - 1
@@ -245,13 +237,14 @@ class TrainConfig(Section, name="train"):
 
     def check(self) -> None:
         for name in self.ignore_config:
-            is_name = isinstance(name, str) and name.strip() == name != ""
-            require(is_name, "train.ignore_config", name, "is not the name of a field", "remove it")
-        why = f"does not divide train.batch_size={self.batch_size}"
-        is_divisor = self.batch_size % self.accumulate == 0
-        self.require(is_divisor, "accumulate", why, "use a divisor")
-        self.require(self.out_dir != "", "out_dir", "is empty", "name a directory")
-        self.require_names("trackers", TRACKERS)
+            if not isinstance(name, str) or not name or name.strip() != name:
+                raise _error("train.ignore_config", name, "is not the name of a field; remove it")
+        if self.batch_size % self.accumulate:
+            problem = f"does not divide train.batch_size={self.batch_size}; use a divisor"
+            raise self.error("accumulate", problem)
+        if self.out_dir == "":
+            raise self.error("out_dir", "is empty; name a directory")
+        self.check_names("trackers", TRACKERS)
 
 
 INIT = "init"
@@ -302,8 +295,8 @@ class DataConfig(Section, name="data"):
     )
 
     def check(self) -> None:
-        advice = "pass a file, a glob or python-reference"
-        self.require(len(self.source) > 0, "source", "is empty", advice)
+        if not self.source:
+            raise self.error("source", "is empty; pass a file, a glob or python-reference")
 
 
 KINDS_OF_SCALING = {
@@ -421,16 +414,14 @@ class ModelConfig(Section, name="model"):
         1.0, "factor that multiplies the weights of a token's experts"
     )
     router_scales: bool = setting(
-        False,
-        "the router normalises and scales its input, and the weight of each expert is scaled",
+        False, "the router normalises and scales its input, and each expert's weight is scaled"
     )
     experts_beside: bool = setting(
         False, "add the experts to the MLP instead of replacing it; requires post_norms"
     )
 
     lora_rank: Natural = setting(
-        0,
-        "rank of LoRA adapters, which are trained instead of the model; 0: none (docs/training.md)",
+        0, "rank of LoRA adapters, which train instead of the model; 0: none (docs/training.md)"
     )
     lora_alpha: AboveZero = setting(16.0, "adapters are scaled by lora_alpha / lora_rank")
     lora_targets: Texts = setting(
@@ -443,14 +434,10 @@ class ModelConfig(Section, name="model"):
     width: Positive = setting(128, "size of the hidden vectors (D)", high=2**17)
     heads: Positive = setting(4, "number of attention heads, a divisor of width", high=_MOST_HEADS)
     kv_heads: Natural = setting(
-        0,
-        "number of key/value heads, shared by groups of heads; 0: same as heads",
-        high=_MOST_HEADS,
+        0, "number of key/value heads, a divisor of heads; 0: same as heads", high=_MOST_HEADS
     )
     mlp_width: Natural = setting(
-        0,
-        "inner size of the MLP; 0: 4 * width (gated: 8/3 * width, as a multiple of 8)",
-        high=2**20,
+        0, "inner size of the MLP; 0: 4 * width (gated: 8/3 * width, in steps of 8)", high=2**20
     )
     activation: str = setting(
         "relu2",
@@ -500,8 +487,7 @@ class ModelConfig(Section, name="model"):
         0.0, "rope_theta of the full layers; 0: same as rope_theta"
     )
     full_rotary_share: ShareAboveZero = setting(
-        1.0,
-        "fraction of the rotary pairs that are rotated in full layers, highest frequencies first",
+        1.0, "fraction of the rotary pairs that full layers rotate, highest frequencies first"
     )
     full_value_from_key: bool = setting(
         False, "full layers use their keys as values, before norm and RoPE"
@@ -514,8 +500,7 @@ class ModelConfig(Section, name="model"):
         False, "also normalise the outputs of attention and the MLP before they are added"
     )
     layer_scales: bool = setting(
-        False,
-        "canvas: each block scales its output, with separate factors for the text and the canvas",
+        False, "canvas: each block scales its output, the text and the canvas by separate factors"
     )
     embedding_scaled: bool = setting(False, "embeddings are multiplied by sqrt(width)")
     logit_cap: NonNegative = setting(
@@ -600,108 +585,76 @@ class ModelConfig(Section, name="model"):
         return self.mlp_width or (gated if self.is_gated else 4 * self.width)
 
     def check(self) -> None:
-        is_inside = self.start_id < (self.vocab_size or math.inf)
-        self.require(is_inside, "start_id", "is outside the vocabulary", "use -1")
-        self.require(len(self.lora_targets) > 0, "lora_targets", "is empty", "use query,value")
+        if self.vocab_size and self.start_id >= self.vocab_size:
+            raise self.error("start_id", f"is not below model.vocab_size={self.vocab_size}; use -1")
+        if not self.lora_targets:
+            raise self.error("lora_targets", "is empty; use query,value")
         names = self.remat.split("+")
-        self.require(
-            self.remat in REMATS or (set(names) <= set(NAMED) and len(set(names)) == len(names)),
-            "remat",
-            f"is neither one of {', '.join(REMATS)} nor some of {', '.join(NAMED)} joined by +",
-            "use auto",
-        )
+        if self.remat not in REMATS and (set(names) - set(NAMED) or len(set(names)) < len(names)):
+            known = f"{', '.join(REMATS)} nor some of {', '.join(NAMED)} joined by +"
+            raise self.error("remat", f"is neither one of {known}; use auto")
         self._check_attention()
         if self.experts:
             self._check_experts()
 
     def _check_attention(self) -> None:
-        heads, kind = self.heads, self.attention_type
-        even = 2 * heads
-        self.require(
-            self.head_size > 0 or self.width % even == 0,
-            "width",
-            f"is not an even multiple of model.heads={heads}",
-            f"use a width of {even * max(1, round(self.width / even))}",
-        )
+        heads, kind, even, every = self.heads, self.attention_type, 2 * self.heads, self.full_every
+        if not self.head_size and self.width % even:
+            advice = f"use a width of {even * max(1, round(self.width / even))}"
+            raise self.error("width", f"is not an even multiple of model.heads={heads}; {advice}")
         for key in ("head_size", "full_head_size"):
-            size = getattr(self, key)
-            self.require(size % 2 == 0, key, "is odd", f"use {size + 1}")
-        self.require(
-            self.rotary_size >= 2 and self.rotary_size % 2 == 0,
-            "rotary_share",
-            f"rotates {self.rotary_size} dimensions of a head (model.width / model.heads, or "
-            "model.head_size), which is odd",
-            "use 1.0 or 0.5",
-        )
+            if (size := getattr(self, key)) % 2:
+                raise self.error(key, f"is odd; use {size + 1}")
+        if self.rotary_size < 2 or self.rotary_size % 2:
+            what = f"rotates {self.rotary_size} of {self.size_of_head} dimensions of a head"
+            why = "not an even number from 2 (see model.width, model.heads and model.head_size)"
+            raise self.error("rotary_share", f"{what}, {why}; use 1.0 or 0.5")
         for key in ("kv_heads", "full_kv_heads"):
-            is_divisor = heads % (getattr(self, key) or 1) == 0
-            why, remedy = f"does not divide model.heads={heads}", f"use 0 or a divisor of {heads}"
-            self.require(is_divisor, key, why, remedy)
+            if heads % (getattr(self, key) or 1):
+                advice = f"use 0 or a divisor of {heads}"
+                raise self.error(key, f"does not divide model.heads={heads}; {advice}")
         is_in_blocks = kind in ("block_causal", "canvas")
-        self.require(
-            self.block_length >= 2 if is_in_blocks else self.block_length == 0,
-            "block_length",
-            f"is not supported with model.attention_type={kind!r}",
-            f"use {'at least 2' if is_in_blocks else 0}",
-        )
+        if self.block_length < 2 if is_in_blocks else self.block_length:
+            advice = f"use {'at least 2' if is_in_blocks else 0}"
+            why = f"is not supported with model.attention_type={kind!r}"
+            raise self.error("block_length", f"{why}; {advice}")
         for keys, kinds in _ATTENTION_OF.items():
             for key in keys:
-                self.require(
-                    not getattr(self, key) or kind in kinds,
-                    key,
-                    f"requires model.attention_type={' or '.join(map(repr, kinds))}, not {kind!r}",
-                    "change one of them",
-                )
-        every = self.full_every
-        self.require(
-            every == 0 or (every >= 2 and self.depth % every == 0 and not self.dense_layers),
-            "full_every",
-            f"does not divide model.depth={self.depth} into groups of at least 2 layers without "
-            f"model.dense_layers",
-            "use 0",
-        )
-        self.require(
-            (every > 0) == (self.attention_window > 0),
-            "attention_window",
-            f"is not supported with model.full_every={every}",
-            "set both or neither",
-        )
+                if getattr(self, key) and kind not in kinds:
+                    needed = f"model.attention_type={' or '.join(map(repr, kinds))}"
+                    raise self.error(key, f"requires {needed}, not {kind!r}; change one of them")
+        if every and (every < 2 or self.depth % every):
+            why = f"does not divide model.depth={self.depth} into groups of at least 2 layers"
+            raise self.error("full_every", f"{why}; use 0")
+        if every and self.dense_layers:
+            raise self.error("full_every", "is not supported with model.dense_layers; use 0")
+        if (every > 0) != (self.attention_window > 0):
+            why = f"is not supported with model.full_every={every}"
+            raise self.error("attention_window", f"{why}; set both or neither")
 
     def _check_experts(self) -> None:
-        per_token, groups = self.experts_per_token, self.router_groups
-        within, depth = self.experts // groups, self.depth
-        need = self.require
-        need(self.is_gated, "activation", "is not supported with model.experts", "use 'swiglu'")
-        need(
-            not self.experts_beside or (self.post_norms and not self.dense_layers),
-            "experts_beside",
-            "requires model.post_norms=true and model.dense_layers=0",
-            "change one of them",
-        )
-        need(
-            1 <= per_token <= self.experts,
-            "experts_per_token",
-            f"is not in [1, {self.experts}], the number of model.experts",
-        )
-        need(self.expert_width >= 1, "expert_width", "must be at least 1")
-        need(
-            self.dense_layers < depth,
-            "dense_layers",
-            f"leaves no block of model.depth={depth} with experts",
-            "lower it, or use model.experts=0",
-        )
-        need(
-            self.experts % groups == 0 and (groups == 1 or within >= 2),
-            "router_groups",
-            f"does not divide model.experts={self.experts} into groups of at least 2",
-            "use 1",
-        )
-        need(
-            self.router_groups_kept <= groups and self.router_groups_kept * within >= per_token,
-            "router_groups_kept",
-            f"must be at most {groups}, and these groups of {within} experts must have at least "
-            f"model.experts_per_token={per_token} experts",
-        )
+        per_token, groups, depth = self.experts_per_token, self.router_groups, self.depth
+        within = self.experts // groups
+        if not self.is_gated:
+            raise self.error("activation", "is not supported with model.experts; use 'swiglu'")
+        if self.experts_beside and (not self.post_norms or self.dense_layers):
+            why = "requires model.post_norms=true and model.dense_layers=0"
+            raise self.error("experts_beside", f"{why}; change one of them")
+        if not 1 <= per_token <= self.experts:
+            why = f"is not in [1, {self.experts}], the number of model.experts"
+            raise self.error("experts_per_token", why)
+        if self.expert_width < 1:
+            raise self.error("expert_width", "must be at least 1")
+        if self.dense_layers >= depth:
+            why = f"leaves no block of model.depth={depth} with experts"
+            raise self.error("dense_layers", f"{why}; lower it, or use model.experts=0")
+        if self.experts % groups or (groups > 1 and within < 2):
+            why = f"does not divide model.experts={self.experts} into groups of at least 2"
+            raise self.error("router_groups", f"{why}; use 1")
+        if self.router_groups_kept > groups or self.router_groups_kept * within < per_token:
+            why = f"must be at most {groups}, and these groups of {within} experts must have at"
+            least = f"least model.experts_per_token={per_token} experts"
+            raise self.error("router_groups_kept", f"{why} {least}")
 
 
 _ATTENTION_OF = {
@@ -755,10 +708,7 @@ class ObjectiveConfig(Section, name="objective"):
         1.0, "denoising: random and sticky select a share drawn uniformly up to this maximum"
     )
     sticky_alone: float = setting(
-        0.03,
-        "sticky: probability of selecting a position that has no selected neighbour",
-        low=1e-3,
-        high=1,
+        0.03, "sticky: probability of selecting a position beside no selected one", low=1e-3, high=1
     )
     sticky_beside: ShareAboveZero = setting(
         0.3, "sticky: probability of selecting a position next to a selected one"
@@ -766,17 +716,13 @@ class ObjectiveConfig(Section, name="objective"):
     span_count: Positive = setting(3, "span: number of spans per row", high=2**16)
     mask_share: Share = setting(0.8, "denoising: share of the selected positions that show MASK")
     random_share: Share = setting(
-        0.1,
-        "denoising: share of the selected tokens that show a random token; the others are "
-        "unchanged",
+        0.1, "denoising: share of the selected tokens that show a random token, not their own"
     )
     identity_targets: bool = setting(
         False, "denoising: predict every position, not only the selected ones"
     )
     proofreading_share: Share = setting(
-        0.0,
-        "share of each batch's rows, and of the loss, for proofreading (correcting missing, "
-        "stray or wrong tokens)",
+        0.0, "share of rows and loss for proofreading (correcting missing, stray or wrong tokens)"
     )
     misprint_ratio: ShareAboveZero = setting(
         0.1, "proofreading: the share of misprints in a row is drawn uniformly up to this maximum"
@@ -801,19 +747,16 @@ class ObjectiveConfig(Section, name="objective"):
     )
 
     def check(self) -> None:
-        self.require_names("patterns", PATTERNS)
-        self.require_names("misprint_kinds", MISPRINTS, is_once=False)
+        self.check_names("patterns", PATTERNS)
+        self.check_names("misprint_kinds", MISPRINTS, is_once=False)
         for key in ("patterns", "misprint_kinds"):
-            self.require(len(getattr(self, key)) > 0, key, "is empty", "name one")
+            if not getattr(self, key):
+                raise self.error(key, "is empty; name one")
         pairs = ("mask_share", "random_share"), ("denoising_share", "proofreading_share")
         for one, other in pairs:
-            second = getattr(self, other)
-            self.require(
-                getattr(self, one) + second <= 1 + 1e-6,
-                one,
-                f"and objective.{other}={second} add up to more than 1",
-                "lower one",
-            )
+            if getattr(self, one) + (second := getattr(self, other)) > 1 + 1e-6:
+                why = f"and objective.{other}={second} add up to more than 1"
+                raise self.error(one, f"{why}; lower one")
 
 
 WITHOUT_DEFAULTS = "none"
@@ -825,10 +768,7 @@ class MeshConfig(Section, name="mesh", is_free=True):
     """The arrangement of devices; the product of the axes is the number of devices."""
 
     data: int = setting(
-        -1,
-        "number of devices across which the batch is split; -1: all remaining devices",
-        low=-1,
-        high=2**20,
+        -1, "devices across which the batch is split; -1: all remaining ones", low=-1, high=2**20
     )
     fsdp: Natural = setting(
         0,
@@ -840,8 +780,7 @@ class MeshConfig(Section, name="mesh", is_free=True):
         1, "number of devices across which the matrices of one layer are split"
     )
     expert: Devices = setting(
-        1,
-        "number of devices across which experts are split, or the batch in layers without experts",
+        1, "number of devices across which experts are split, and the batch in other layers"
     )
     context: Devices = setting(
         1, "number of devices across which the positions of a row are split, for very long rows"
@@ -853,16 +792,13 @@ class MeshConfig(Section, name="mesh", is_free=True):
     )
 
     def check(self) -> None:
-        self.require(self.data != 0, "data", "must be -1 or at least 1")
+        if self.data == 0:
+            raise self.error("data", "must be -1 or at least 1")
         for text in self.compiler_options:
             name, equals, _ = text.partition("=")
-            require(
-                text == WITHOUT_DEFAULTS or bool(name and equals),
-                "mesh.compiler_options",
-                text,
-                "is not name=value",
-                "write xla_tpu_scoped_vmem_limit_kib=65536, for example, or none",
-            )
+            if text != WITHOUT_DEFAULTS and not (name and equals):
+                advice = "write xla_tpu_scoped_vmem_limit_kib=65536, for example, or none"
+                raise _error("mesh.compiler_options", text, f"is not name=value; {advice}")
 
 
 @dataclass(frozen=True)
@@ -879,84 +815,47 @@ class Config:
     sample: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
-        self._check_run()
-        self._check_beginning()
-        self._check_attention()
+        for key, problem in self._problems():
+            raise _error(key, operator.attrgetter(key)(self), problem)
 
-    def _require(self, condition: bool, key: str, why: str, remedy: str) -> None:
-        require(condition, key, operator.attrgetter(key)(self), why, remedy)
-
-    def _check_run(self) -> None:
-        steps, length, rows = self.train.steps, self.data.seq_len, self.train.batch_size
-        self._require(
-            self.optim.warmup_steps < steps or steps == 1,
-            "optim.warmup_steps",
-            f"is not less than train.steps={steps}",
-            "lower it",
-        )
-        self._require(
-            self.sample.gen_length <= length,
-            "sample.gen_length",
-            f"does not fit the canvas of data.seq_len={length}",
-            "lower it, or use 0 to fill the canvas",
-        )
-        share = self.objective.denoising_share
-        self._require(
-            share in (0, 1) or 1 <= round(share * rows) < rows,
-            "objective.denoising_share",
-            f"of train.batch_size={rows} rows leaves an objective without rows",
-            "raise train.batch_size",
-        )
-
-    def _check_beginning(self) -> None:
-        train, is_fresh = self.train, self.train.init_from == ""
-        for key, is_default in {
-            "data.tokenizer": self.data.tokenizer != INIT,
-            "train.mask_like": not train.mask_like,
-            "train.ignore_config": not train.ignore_config,
-        }.items():
-            why = "requires train.init_from, which is empty"
-            self._require(is_default or not is_fresh, key, why, "name a model")
-        self._require(
-            not train.mask_like or self.model.attention_type != "causal",
-            "train.mask_like",
-            "has no effect with model.attention_type='causal'",
-            "remove it",
-        )
-        self._require(
-            self.heads.train_main or not is_fresh,
-            "heads.train_main",
-            "freezes an untrained model",
-            "name a trained model in train.init_from",
-        )
-        self._require(
-            self.model.lora_rank == 0 or (self.heads.train_main and not is_fresh),
-            "model.lora_rank",
-            "trains adapters of an existing model",
-            "name it in train.init_from, with heads.train_main=true",
-        )
-
-    def _check_attention(self) -> None:
-        kind, block, order = self.model.attention_type, self.model.block_length, self.sample.order
-        self._require(
-            kind != "causal" or order == "left_to_right",
-            "model.attention_type",
-            f"does not support sample.order={order!r}",
-            "use left_to_right",
-        )
-        if kind == "block_causal":
-            self._require(
-                block % (self.sample.block_length or 1) == 0,
-                "sample.block_length",
-                f"is neither model.block_length={block} nor a divisor of it",
-                "use 0 for the same value",
-            )
-            self._require(
-                self.objective.proofreading_share == 0,
-                "objective.proofreading_share",
-                f"moves tokens between blocks, which {kind!r} attention does not support",
-                "use 0",
-            )
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        """Keys of values that contradict others, each with ``why; remedy``."""
+        model, train, sample, length = self.model, self.train, self.sample, self.data.seq_len
+        is_fresh, share = not train.init_from, self.objective.denoising_share
+        if self.optim.warmup_steps >= train.steps > 1:
+            yield "optim.warmup_steps", f"is not less than train.steps={train.steps}; lower it"
+        if sample.gen_length > length:
+            why = f"does not fit the canvas of data.seq_len={length}"
+            yield "sample.gen_length", f"{why}; lower it, or use 0 to fill the canvas"
+        if 0 < share < 1 and not 1 <= round(share * train.batch_size) < train.batch_size:
+            why = f"of train.batch_size={train.batch_size} rows leaves an objective without rows"
+            yield "objective.denoising_share", f"{why}; raise train.batch_size"
+        if is_fresh:
+            problem = "requires train.init_from, which is empty; name a model"
+            if self.data.tokenizer == INIT:
+                yield "data.tokenizer", problem
+            if train.mask_like:
+                yield "train.mask_like", problem
+            if train.ignore_config:
+                yield "train.ignore_config", problem
+        if train.mask_like and model.attention_type == "causal":
+            yield "train.mask_like", "has no effect with model.attention_type='causal'; remove it"
+        if is_fresh and not self.heads.train_main:
+            why = "freezes an untrained model"
+            yield "heads.train_main", f"{why}; name a trained model in train.init_from"
+        if model.lora_rank and (is_fresh or not self.heads.train_main):
+            advice = "name it in train.init_from, with heads.train_main=true"
+            yield "model.lora_rank", f"trains adapters of an existing model; {advice}"
+        if model.attention_type == "causal" and sample.order != "left_to_right":
+            why = f"does not support sample.order={sample.order!r}"
+            yield "model.attention_type", f"{why}; use left_to_right"
+        if model.attention_type == "block_causal":
+            if model.block_length % (sample.block_length or 1):
+                why = f"is neither model.block_length={model.block_length} nor a divisor of it"
+                yield "sample.block_length", f"{why}; use 0 for the same value"
+            if self.objective.proofreading_share:
+                why = "moves tokens between blocks of model.attention_type='block_causal'"
+                yield "objective.proofreading_share", f"{why}; use 0"
 
 
 SECTIONS: dict[str, Any] = {one.name: one.default_factory for one in dataclasses.fields(Config)}
@@ -988,20 +887,20 @@ def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
       ValueError: a section or key is unknown (the message suggests the nearest match), or a value
         has the wrong type or is out of range.
     """
-    for section, values in raw.items():
-        _check_known(section, SECTIONS, where=where, what="section")
+    sections = {}
+    for name, values in raw.items():
+        _check_known(name, SECTIONS, f"{where}: unknown section")
         if not isinstance(values, Mapping):
             raise ValueError(
-                f"{where}: {section}={values!r} is not a section; write [{section}] above its keys"
+                f"{where}: {name}={values!r} is not a section; write [{name}] above its keys"
             )
     for key in flat(raw):
-        _check_known(key, SETTINGS, where=where, what="key")
+        _check_known(key, SETTINGS, f"{where}: unknown key")
     try:
-        sections = {}
-        for section, values in raw.items():
-            keys = {name: f"{section}.{name}" for name in values}
-            typed = {name: _typed(key, values[name], SETTINGS[key]) for name, key in keys.items()}
-            sections[section] = SECTIONS[section](**typed)
+        for name, cls in SECTIONS.items():
+            given = raw.get(name, {})
+            typed = {key: _typed(given[key], cls.declared[key], f"{name}.{key}") for key in given}
+            sections[name] = cls(**typed)
         return Config(**sections)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
@@ -1056,21 +955,19 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
     """
     changes: dict[str, dict[str, Any]] = {}
     for key, text in overrides.items():
-        _check_known(key, SETTINGS, where="command line", what="flag")
+        _check_known(key, SETTINGS, "command line: unknown flag")
         section, _, name = key.partition(".")
-        value = _from_text(f"--{key}", text, SETTINGS[key])
+        value = _from_text(text, SETTINGS[key], f"--{key}")
         values = changes.setdefault(section, {})
         values[name] = value
         for other in SETTINGS[key].resets_of(value):
             if f"{section}.{other}" not in overrides:
                 values[other] = SETTINGS[f"{section}.{other}"].default
     try:
-        return dataclasses.replace(
-            config,
-            **{s: dataclasses.replace(getattr(config, s), **v) for s, v in changes.items()},
-        )
+        sections = {s: dataclasses.replace(getattr(config, s), **v) for s, v in changes.items()}
+        return dataclasses.replace(config, **sections)
     except ValueError as error:
-        about = {*re.findall(r"[a-z_]+\.\w+", str(error))}
+        about = set(re.findall(r"[a-z_]+\.\w+", str(error)))
         if isinstance(error, SettingError):
             about |= {error.name, *error.others}
         # Errors about settings of requests have no section name.
@@ -1089,59 +986,51 @@ def sample_settings(
     """
     values = {}
     for name, text in texts.items():
-        _check_known(name, kind.declared, where="command line", what="setting")
-        values[name] = _from_text("--" + name.replace("_", "-"), text, kind.declared[name])
+        _check_known(name, kind.declared, "command line: unknown setting")
+        flag = "--" + name.replace("_", "-")
+        values[name] = _from_text(text, kind.declared[name], flag)
     return values
 
 
-def _from_text(flag: str, text: str, setting: Setting) -> Any:
-    """The value of a flag, whose text is a list (``a,b``) or pairs (``12:-5,30:2``) or a scalar."""
-    given, hint = text, setting.annotation
+def _from_text(text: str, one: Setting, flag: str) -> Any:
+    """The value of a flag, whose text is a list (``a,b``), pairs (``12:-5,30:2``) or a scalar."""
+    given, hint = text, one.annotation
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is tuple:
         given = [item.strip() for item in text.split(",") if item.strip()]
     if isinstance(hint, types.UnionType):
         given = [item.split(":") for item in given]
     try:
-        return _typed(flag, given, setting, strict=False)
+        return _typed(given, one, flag, strict=False)
     except ValueError as error:
         raise ValueError(f"command line: {error}") from None
 
 
-def _typed(shown: str, value: Any, setting: Setting, *, strict: bool = True) -> Any:
+def _typed(value: Any, one: Setting, shown: str, *, strict: bool = True) -> Any:
     """The value converted to the type of the setting, without a range check."""
-    hint = setting.annotation
+    hint = one.annotation
     try:
         return msgspec.convert(value, hint, strict=strict)
     except msgspec.ValidationError:
-        if setting.choices is None:
-            raise ValueError(f"{shown}={value!r} is not {_describe(hint)}") from None
-    try:
-        return setting.checked(value)
-    except SettingError as error:
-        raise ValueError(error.line(shown)) from None
-
-
-def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) is tuple:
-        kinds = {str: "strings", int: "integers", float: "numbers"}
-        kind = kinds[typing.get_args(hint)[0]]
-        return f"a list of {kind} (on the command line: separated by commas)"
-    if isinstance(hint, types.UnionType):
-        return "pairs of an id and a number (on the command line: 12:-5,30:2)"
+        pass
+    if one.choices is not None:
+        try:
+            return one.checked(value)
+        except SettingError as error:
+            raise ValueError(error.line(shown)) from None
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    return names[hint]
+    if typing.get_origin(hint) is tuple:
+        kind = names[typing.get_args(hint)[0]].split()[1]
+        names[hint] = f"a list of {kind}s (on the command line: separated by commas)"
+    pairs = "pairs of an id and a number (on the command line: 12:-5,30:2)"
+    raise ValueError(f"{shown}={value!r} is not {names.get(hint, pairs)}")
 
 
-def _check_known(name: str, known: Mapping[str, Any], *, where: str, what: str) -> None:
+def _check_known(name: str, known: Collection[str], unknown: str) -> None:
+    """Raises ValueError, which begins with `unknown`, with where the name went, or the nearest."""
     if name not in known:
-        raise ValueError(f"{where}: unknown {what} {name!r}; {_advice(name, known)}")
-
-
-def _advice(name: str, known: Any) -> str:
-    """Where an unknown name went, or the most similar known one."""
-    return (
-        renamed(name, known, SamplingParams.declared) or f"did you mean {closest(name, known)!r}?"
-    )
+        advice = renamed(name, known, SamplingParams.declared)
+        advice = advice or f"did you mean {closest(name, known)!r}?"
+        raise ValueError(f"{unknown} {name!r}; {advice}")
 
 
 def shipped() -> dict[str, Path]:
@@ -1221,38 +1110,33 @@ def parse_flags(
       ValueError: a flag is unknown; the message suggests the nearest match.
     """
     args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flags = [option for action in parser._actions for option in action.option_strings]
-        name = unknown[0].partition("=")[0]
-        raise ValueError(f"command line: unknown argument {name!r}; {_advice(name, flags)}")
+    flags = [option for action in parser._actions for option in action.option_strings]
+    for name in unknown[:1]:
+        _check_known(name.partition("=")[0], flags, "command line: unknown argument")
     return args, {name: value for name, value in vars(args).items() if name in SETTINGS}
 
 
 def differing(config: Config) -> dict[str, dict[str, Any]]:
     """The changed values, by section and key; sections without changes are omitted."""
-    found = {
-        section: {key: value for key, value, default in rows if value != default}
-        for section, rows in _with_defaults(config)
-    }
-    return {section: values for section, values in found.items() if values}
+    defaults, changes = to_dict(Config()), {}
+    for section, values in to_dict(config).items():
+        for key, value in values.items():
+            if value != defaults[section][key]:
+                changes.setdefault(section, {})[key] = value
+    return changes
 
 
 def to_toml(config: Config, *, header: str = "") -> str:
     """The config as TOML after a comment `header`; comments show the defaults of changed values."""
-    lines = [f"# {line}".rstrip() for line in header.splitlines()]
-    for section, rows in _with_defaults(config):
-        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        for key, value, default in rows:
-            note = "" if value == default else f"  # default: {_value(default)}"
-            lines.append(f"{key} = {_value(value)}{note}")
-    return "\n".join(lines) + "\n"
-
-
-def _with_defaults(config: Config) -> Iterator[tuple[str, list[tuple[str, Any, Any]]]]:
-    """Returns (key, value, default) of all keys, grouped by section, as JSON values."""
+    lines, changes = [f"# {line}".rstrip() for line in header.splitlines()], differing(config)
     defaults = to_dict(Config())
     for section, values in to_dict(config).items():
-        yield section, [(key, value, defaults[section][key]) for key, value in values.items()]
+        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        for key, value in values.items():
+            is_changed = key in changes.get(section, {})
+            note = f"  # default: {_value(defaults[section][key])}" if is_changed else ""
+            lines.append(f"{key} = {_value(value)}{note}")
+    return "\n".join(lines) + "\n"
 
 
 def _value(value: Any) -> str:
