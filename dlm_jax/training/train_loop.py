@@ -33,7 +33,6 @@ from dlm_jax.heads import Head, Stage
 from dlm_jax.progress import Progress, waiting
 from dlm_jax.randomness import key_of
 from dlm_jax.store import Checkpoints
-from dlm_jax.store.checkpoint_files import remove_from
 from dlm_jax.training.metrics import STEPS, Journal
 from dlm_jax.training.optimisers import parameter_groups
 from dlm_jax.training.plan import model_flops
@@ -342,7 +341,7 @@ class _Loop:
         )
         if run.local is not None:
             # The run repeats the later steps.
-            remove_from(run.local.directory, self.step + 1)
+            run.local.remove_from(self.step + 1)
         self._clock.resume(run.saved, self._journal.last)
         self._clock.charge("other")
         self._first, self._since = self.step, time.perf_counter()
