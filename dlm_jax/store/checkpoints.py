@@ -56,9 +56,9 @@ from dlm_jax.store.weights import SUFFIX, load_weights, path_of_model, read_meta
 Report = Callable[[str], None]
 
 _COMMITTED = "commit_success.txt"
-_DELETED = "deleted"
+_DELETED = ".deleted"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
-_LEFTOVER_NAME = re.compile(rf"step_\d{{8,}}\.orbax-checkpoint-tmp.*|{_DELETED}")
+_LEFTOVER_NAME = re.compile(rf"step_\d{{8,}}\.orbax-checkpoint-tmp.*|\{_DELETED}")
 _PATIENCE_SECONDS = 1800
 
 
@@ -287,10 +287,10 @@ class Checkpoints:
             )
         for path in list(root.iterdir()):
             match = _STEP_NAME.fullmatch(path.name)
-            if _LEFTOVER_NAME.fullmatch(path.name) or (match and remote):
-                if match is None or int(match[1]) not in usable:
-                    _remove(path)
-            elif match and int(match[1]) not in usable:
+            is_unusable = match is not None and int(match[1]) not in usable
+            if _LEFTOVER_NAME.fullmatch(path.name) or (is_unusable and remote):
+                _remove(path)
+            elif is_unusable:
                 aside = path.with_name(f"{path.name}.damaged")
                 remove_tree(aside)
                 path.rename(aside)
@@ -381,12 +381,18 @@ def _alone() -> Any:
     )
 
 
+class _Manager(ocp.CheckpointManager):
+    def reached_preemption(self, step: int) -> bool:
+        # Orbax would tell JAX's preemption service an old step, from a thread; the run tells it.
+        return False
+
+
 def _manager(root: Path, *, keep: int, handler: Any, **options: Any) -> ocp.CheckpointManager:
     quiet_orbax()
     processes = options.setdefault("multiprocessing_options", ocp.options.MultiprocessingOptions())
     remote = is_remote(root)
     modes = ocp.options.AtomicityMode
-    return ocp.CheckpointManager(
+    return _Manager(
         root,
         item_handlers={
             "state": handler,
@@ -560,7 +566,8 @@ def _read_arrays(path: Path, abstract: Any, manifest: dict[str, Any], handler: A
     )
     damage, arrays = "", None
     try:
-        arrays = (handler or ocp.PyTreeCheckpointHandler()).restore(path / "state", args=args)
+        reader = handler or ocp.PyTreeCheckpointHandler()
+        arrays = reader.restore(located(path / "state"), args=args)
         # Typed keys are restored with an equivalent sharding, but only an equal sharding avoids a
         # recompilation.
         arrays = jax.device_put(arrays, jax.tree.map(sharding_of, abstract))

@@ -350,7 +350,7 @@ def test_the_newest_are_kept_and_other_files_are_left_alone(tmp_path: Path):
     (tmp_path / "notes.txt").touch()
     (tmp_path / "step_00000001.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "step_00000001.orbax-checkpoint-tmp-5").mkdir()
-    (tmp_path / "deleted" / "step_00000001").mkdir(parents=True)
+    (tmp_path / ".deleted" / "step_00000001").mkdir(parents=True)
     _save(tmp_path, 1, 2, 3, 10, keep=3)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"2024", "notes.txt", "step_00000002", "step_00000003", "step_00000010"}
@@ -370,7 +370,7 @@ def test_files_and_links_in_the_place_of_directories_stop_no_save(tmp_path: Path
     root = tmp_path / "root"
     root.mkdir()
     (root / "step_00000001").symlink_to(tmp_path / "linked" / "step_00000001")
-    for name in ("step_00000002", "step_00000002.damaged", "deleted"):
+    for name in ("step_00000002", "step_00000002.damaged", ".deleted"):
         (root / name).touch()
     (root / "step_00000003").symlink_to(tmp_path / "nowhere")
     (root / "step_00000003.orbax-checkpoint-tmp").symlink_to(tmp_path / "linked")
@@ -506,6 +506,8 @@ def test_a_process_killed_at_any_moment_leaves_a_state_that_was_saved(tmp_path: 
 
 _TWO_PROCESSES = """
 import sys, jax, jax.numpy as jnp, numpy as np
+from pathlib import Path
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 index, port, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.config.update("jax_num_cpu_devices", 2)
@@ -533,6 +535,15 @@ with Checkpoints(directory, keep=1) as checkpoints:
     except ValueError as error:
         print(error)
     checkpoints.save(6, state, {"step": 6})
+with Checkpoints(directory + "/more", keep=2) as checkpoints:
+    for step in (1, 2):
+        checkpoints.save(step, state, {"step": step})
+    checkpoints.wait()
+    if index == 1:
+        for path in Path(directory, "more", "step_00000002", "state").rglob("d/*"):
+            path.write_bytes(path.read_bytes()[:5])
+    multihost_utils.sync_global_devices("damaged")
+    assert checkpoints.restore(state, report=print).step == 1
 """
 
 
@@ -544,6 +555,7 @@ def test_two_processes_save_what_one_process_restores(tmp_path: Path):
     children = [_python(_TWO_PROCESSES, index, port, tmp_path) for index in range(2)]
     outputs = [child.communicate(timeout=60)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
+    assert "using step 1 instead" in outputs[0] and "using step 1" not in outputs[1]
     for output in outputs:
         assert "state x is in one process only" in output
         assert "other is int32[] in this run but absent" in output
