@@ -56,7 +56,11 @@ def bucket() -> Iterator[str]:
 
 def files_under(directory: epath.Path) -> list[epath.Path]:
     """All files under a directory or a prefix, sorted."""
-    found: list[epath.Path] = []
-    for path in directory.iterdir():
-        found += files_under(path) if path.is_dir() else [path]
-    return sorted(found)
+    import boto3
+
+    bucket, _, prefix = str(directory).removeprefix("s3://").partition("/")
+    pages = (
+        boto3.client("s3").get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+    )
+    objects = (one["Key"] for page in pages for one in page.get("Contents", []))
+    return sorted(epath.Path(f"s3://{bucket}/{key}") for key in objects)

@@ -268,8 +268,8 @@ def _hosts(folder: Path, cases: int, rng: random.Random) -> Tally:
 
 
 def _steps_in(out_dir: Path) -> list[int]:
-    found = (out_dir / "checkpoints").glob("step_????????/manifest.json")
-    return [int(path.parent.name.removeprefix("step_")) for path in found]
+    found = (out_dir / "checkpoints").glob("step_????????/manifest/metadata")
+    return [int(path.parent.parent.name.removeprefix("step_")) for path in found]
 
 
 def _processes(folder: Path, count: int, given: list[str]) -> list[subprocess.Popen[str]]:

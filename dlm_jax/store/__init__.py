@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlm_jax.store.checkpoint_files import not_finite
     from dlm_jax.store.checkpoints import Checkpoints, Restored, load_any, load_meta, load_params
+    from dlm_jax.store.manifest import not_finite
     from dlm_jax.store.weights import load_weights, save_weights
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME_OF = {
-    "not_finite": "checkpoint_files",
+    "not_finite": "manifest",
     "load_weights": "weights",
     "save_weights": "weights",
     **dict.fromkeys(

@@ -1,251 +1,65 @@
 """Checkpoints that are either complete or absent, and never silently corrupt.
 
-A checkpoint is a directory that is renamed to its final name when all its files are on disk::
+The `CheckpointManager` of Orbax writes them, asynchronously, to disks and buckets, and deletes the
+old ones. A checkpoint is a directory with two items, which Orbax completes together::
 
     step_00000250/
-      state/         the pytree of arrays (Orbax, OCDBT)
-      meta/          the caller's JSON: config, tokenizer, data position, ...
-      manifest.json  format, library versions, the identity of the run, shape and dtype of every
-                     array, and the size and CRC32 of every file
+      state/               the pytree of arrays (OCDBT)
+      manifest/metadata    format, versions, identity of the run, checksums, and the caller's JSON
 
-Orbax loads most files with flipped bits without an error. Therefore, `restore` verifies the
-manifest first and falls back to an earlier checkpoint if the newest one is damaged. Only this file
-uses Orbax. It uses the asynchronous checkpointer but not the manager of Orbax, which ignores
-checksums when it prunes checkpoints.
-
-In a bucket, files cannot be renamed, and every process writes its own files. The folder ``state/``
-in a bucket contains a zarr array for each array. Tensorstore writes and reads these arrays, because
-Orbax does not support ``s3://``. Each process writes the shards of its devices, reads the files
-back, and writes their sizes and CRC32s to ``sums/PROCESS.json``. When these files exist for all
-processes, process 0 writes the manifest, which completes the checkpoint.
+On a disk, Orbax completes a checkpoint by renaming it; in a bucket, with ``commit_success.txt``.
+The manifest detects damage, because Orbax loads flipped bits; see `dlm_jax.store.manifest`. Only
+this file uses Orbax.
 
 `LocalCheckpoints` are on a disk of each host, for a restart without the shared directory or bucket.
-Every process saves the shards of its own devices in its own directory, without waiting for the
-others. In their format, ``state/`` is one file with the bytes of all shards. A local checkpoint is
-restored if every process has the shards of its devices; after a change of the mesh or the hosts, no
-local checkpoint fits.
+The emergency manager of Orbax restores from another slice only, so a manager for each process
+saves the shards of its devices there. If a host or the mesh has changed, so that a process lacks
+shards, the checksums differ and no local checkpoint is used.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
-import time
+import re
+import sys
 import warnings
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 
 from dlm_jax.distributed.partitions import map_named, named_leaves
 from dlm_jax.distributed.processes import gathered, on_first_process
-from dlm_jax.store import files
-from dlm_jax.store.checkpoint_files import (
+from dlm_jax.store.files import AnyPath, Damaged, is_remote, located, remove_tree, said
+from dlm_jax.store.manifest import (
     Leaves,
     Place,
+    check_not_quantised,
     check_same_leaves,
-    check_saveable,
-    checkpoint_root,
-    complete_steps,
+    checksums,
     describe,
-    facts_of,
-    failures_of_writing,
-    make_room,
     nested,
-    newest_usable,
-    plain,
-    prune,
-    step_path,
+    new_manifest,
+    read_manifest,
     without_custom_heads,
 )
-from dlm_jax.store.files import AnyPath, is_remote, sync
 from dlm_jax.store.weights import SUFFIX, load_weights, path_of_model, read_meta
 
-_PATIENCE = 1800.0
-_POLL = 0.2
-
-
-Piece = tuple[str, tuple[int, ...]]
-"""A shard: the name of its array, and the first index and the end of the shard on each axis."""
-
-
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    pairs = zip(index, shape, strict=True)
-    return tuple(bound for part, size in pairs for bound in part.indices(size)[:2])
-
-
-def _own_shards(state: Any, *, replicas: bool) -> dict[Piece, np.ndarray]:
-    """Copies of the different shards on the devices of this process.
-
-    Without `replicas`, a shard is only in the process that has its first replica.
-    """
-    found: dict[Piece, Any] = {}
-    for name, leaf in named_leaves(state):
-        array = plain(leaf)
-        for shard in array.addressable_shards:
-            if replicas or shard.replica_id == 0:
-                found[name, _bounds(shard.index, array.shape)] = shard.data
-    for data in found.values():
-        data.copy_to_host_async()
-    # On a CPU, an array may share memory with a buffer that is donated later, so it is copied.
-    return {piece: np.array(data) for piece, data in found.items()}
-
-
-def _zarr_specs(state: Any) -> dict[str, Any]:
-    """Zarr metadata of each array."""
-    return {
-        name: {
-            "shape": list(array.shape),
-            "chunks": [max(1, size) for size in array.sharding.shard_shape(array.shape)],
-            "dtype": _zarr_type(array.dtype),
-            "compressor": None,
-            "fill_value": None,
-        }
-        for name, array in named_leaves(jax.tree.map(plain, state))
-    }
-
-
-def _file_of(name: str, bounds: tuple[int, ...], chunks: list[int]) -> str:
-    starts = [first // size for first, size in zip(bounds[::2], chunks, strict=True)]
-    return f"state/{name}/{'.'.join(map(str, starts)) or '0'}"
-
-
-def _zarr_type(dtype: Any) -> str:
-    return "bfloat16" if dtype == jax.numpy.bfloat16 else np.dtype(dtype).newbyteorder("<").str
-
-
-def _store_of(step: AnyPath, inside: str) -> dict[str, Any]:
-    """The tensorstore spec of a folder in a checkpoint.
-
-    Endpoint and credentials are passed explicitly, because tensorstore ignores the endpoint in the
-    environment and logs its search for credentials.
-    """
-    scheme, _, rest = str(step).partition("://")
-    name, _, path = rest.partition("/")
-    path = f"{path}/{inside}" if path else inside
-    if scheme == "gs":
-        return {"driver": "gcs", "bucket": name, "path": path}
-    spec: dict[str, Any] = {"driver": "s3", "bucket": name, "path": path}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if endpoint:
-        spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
-    if "AWS_ACCESS_KEY_ID" in os.environ:
-        spec["aws_credentials"] = {"type": "environment"}
-    return spec
-
-
-def _opened(step: AnyPath, name: str, metadata: Any | None, *, create: bool) -> Any:
-    spec: dict[str, Any] = {"driver": "zarr", "kvstore": _store_of(step, f"state/{name}/")}
-    if metadata is not None:
-        spec["metadata"] = metadata
-    return ts.open(ts.Spec(spec), open=True, create=create)
-
-
-def _write_shards(step: AnyPath, specs: dict[str, Any], shards: dict[Piece, np.ndarray]) -> None:
-    """Writes the shards of this process, reads the files back, and writes their checksums."""
-    first = jax.process_index() == 0
-    wanted = set(specs) if first else {name for name, _ in shards}
-    opened = {name: _opened(step, name, specs[name], create=True) for name in wanted}
-    arrays = {name: future.result() for name, future in opened.items()}
-    writes = [
-        arrays[name][tuple(map(slice, bounds[::2], bounds[1::2]))].write(value)
-        for (name, bounds), value in shards.items()
-    ]
-    for write in writes:
-        write.result()
-    files = [_file_of(name, bounds, specs[name]["chunks"]) for name, bounds in shards]
-    files += [f"state/{name}/.zarray" for name in specs] if first else []
-    files += ["meta/metadata"] if first else []
-    store = ts.KvStore.open(ts.KvStore.Spec(_store_of(step, ""))).result()
-    sums = {}
-    for name, read in [(name, store.read(name)) for name in files]:
-        value = read.result().value
-        sums[name] = (len(value), zlib.crc32(value))
-    (step / "sums").mkdir(parents=True, exist_ok=True)
-    (step / "sums" / f"{jax.process_index()}.json").write_text(json.dumps(sums))
-
-
-def _commit(step: AnyPath, facts: dict[str, Any], check: Callable[[], None]) -> None:
-    """Writes the manifest when the checksums of every process are present and valid.
-
-    Raises:
-      OSError: a process did not finish within half an hour.
-    """
-    sums: dict[str, tuple[int, int]] = {}
-    deadline = time.monotonic() + _PATIENCE
-    for process in range(jax.process_count()):
-        path = step / "sums" / f"{process}.json"
-        while not path.exists():
-            if time.monotonic() > deadline:
-                why = f"did not appear: process {process} has not saved its shards"
-                raise OSError(errno.ETIMEDOUT, why, str(path))
-            time.sleep(_POLL)
-        sums |= json.loads(path.read_text())
-    check()
-    files.put_manifest(step, facts, sums)
-
-
-def read_arrays(step: AnyPath, abstract: Any, sharding_of: Callable[[Any], Any]) -> Any:
-    """The saved arrays. `sharding_of` maps each abstract leaf to the sharding of its array."""
-    leaves = named_leaves(abstract)
-    opened = [_opened(step, name, None, create=False) for name, _ in leaves]
-    pending = []
-    for (_, leaf), future in zip(leaves, opened, strict=True):
-        store = future.result()
-        sharding = sharding_of(leaf)
-        reads = {
-            str(index): store[index].read()
-            for index in sharding.addressable_devices_indices_map(store.shape).values()
-        }
-        pending.append((leaf, store.shape, sharding, reads))
-    return jax.tree.unflatten(
-        jax.tree.structure(abstract),
-        [
-            _assembled(leaf, shape, sharding, lambda index, reads=reads: reads[str(index)].result())
-            for leaf, shape, sharding, reads in pending
-        ],
-    )
-
-
-def _assembled(
-    leaf: Any, shape: tuple[int, ...], sharding: Any, shard_at: Callable[[Any], Any]
-) -> jax.Array:
-    """The array of numbers in these shards, as the dtype of `leaf` or as its typed keys."""
-    array = jax.make_array_from_callback(shape, sharding, lambda at: np.asarray(shard_at(at)))
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(array, impl="threefry2x32")
-    return array.astype(leaf.dtype)
-
-
-def quiet_orbax() -> None:
-    """Limits the logs of Orbax to warnings."""
-    # Orbax logs every save at INFO through absl. Orbax also logs errors in its threads with a
-    # traceback, although the call that waits for the save raises the same errors.
-    logging.getLogger("absl").setLevel(logging.WARNING)
-    for name in ("absl", "asyncio"):
-        logger = logging.getLogger(name)
-        if _is_not_raised_too not in logger.filters:
-            logger.addFilter(_is_not_raised_too)
-
-
-def _is_not_raised_too(record: logging.LogRecord) -> bool:
-    if record.name == "asyncio":
-        return not record.exc_info or "Error writing" not in str(record.exc_info[1])
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname
-
-
 Report = Callable[[str], None]
+
+_COMMITTED = "commit_success.txt"
+_DELETED = ".deleted"
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+_LEFTOVER_NAME = re.compile(rf"step_\d{{8,}}\.orbax-checkpoint-tmp.*|\{_DELETED}")
+_PATIENCE_SECONDS = 1800
 
 
 class Restored(NamedTuple):
@@ -261,8 +75,7 @@ class Checkpoints:
 
     If the program ends without `close` or `wait`, an unfinished save is lost, but never partially
     written. Every process of a multi-process run creates an instance for the same shared directory
-    and calls the same methods in the same order. Process 0 verifies, renames and prunes
-    checkpoints.
+    and calls the same methods in the same order.
 
     Args:
       directory: parent of the ``step_*`` directories; created by the first save.
@@ -283,15 +96,13 @@ class Checkpoints:
     ):
         if keep < 1:
             raise ValueError(f"keep={keep} leaves no checkpoint to resume from; use 1 or more")
-        self.directory = checkpoint_root(directory)
+        self.directory = _checked_root(directory)
         self._keep = keep
         self._check = check
-        self._checked: dict[int, bool] = {}
-        self._pending: concurrent.futures.Future[None] | None = None
+        self._damaged: dict[int, str] = {}
+        self._manager: ocp.CheckpointManager | None = None
+        self._pending: int | None = None
         self.when_closed = contextlib.ExitStack()
-        self._finisher = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        quiet_orbax()
-        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -320,26 +131,18 @@ class Checkpoints:
         Raises:
           OSError: this or the previous save failed, for example on a full disk.
         """
-        leaves = describe(state, "state")
-        check_saveable(step, state, meta)
+        _check_saveable(step, state, meta)
         self.wait()
-        if not on_first_process(lambda: self._make_room(step)):
+        manifest = new_manifest(state, meta)
+        if not self._on_writer(lambda: self._make_room(step)):
             return False
-        self._checked.clear()
-        if is_remote(self.directory):
-            self._pending = self._finisher.submit(
-                self._finish_in_bucket,
-                step,
-                facts_of(leaves, meta),
-                meta,
-                _zarr_specs(state),
-                _own_shards(state, replicas=False),
-            )
-            return True
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        with failures_of_writing(step_path(self.directory, step)):
-            self._writer.save(self._written(step), args=args, force=True)
-        self._pending = self._finisher.submit(self._finish, step, facts_of(leaves, meta))
+        with _failures_of_writing(step_path(self.directory, step)):
+            if self._manager is None:
+                self._manager = self._new_manager()
+            self._manager.reload()
+            self._pending = step
+            items = {"state": ocp.args.PyTreeSave(state), "manifest": ocp.args.JsonSave(manifest)}
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         return True
 
     def wait(self) -> None:
@@ -349,11 +152,20 @@ class Checkpoints:
           OSError: the save failed.
           ValueError: the save failed on process 0; raised on the other processes.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        step, self._pending = self._pending, None
+        if step is None or self._manager is None:
+            return
+        finish = self._manager.wait_until_finished
+
+        def finish_and_clear() -> None:
+            finish()
+            if not is_remote(self.directory):
+                remove_tree(self.directory / _DELETED)
+
+        with _failures_of_writing(step_path(self.directory, step)):
             if jax.process_index() != 0:
-                pending.result()
-            on_first_process(pending.result)
+                finish()
+            self._on_writer(finish_and_clear)
 
     def close(self, *, together: bool = True) -> None:
         """Ends all threads, and waits for a save in progress and other processes if `together`."""
@@ -361,14 +173,15 @@ class Checkpoints:
             if together:
                 self.wait()
         finally:
-            self._finisher.shutdown()
-            self._writer.close()
+            if self._manager is not None:
+                with contextlib.suppress(Exception):
+                    self._manager.wait_until_finished()  # `wait` raises its error
+                self._manager.close()
             self.when_closed.close()
 
-    def read_meta(self, *, report: Report | None = None) -> dict[str, Any]:
-        """The metadata of the newest usable checkpoint, with the errors of `restore`."""
-        self.wait()
-        return _read_meta(_newest(self.directory, None, None, report, self._checked)[1])
+    def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
+        """The metadata that `restore` would return, with its errors. The arrays are not read."""
+        return self.read(lambda path, manifest: None, step=step, report=report).meta
 
     def restore(
         self, abstract_state: Any, *, step: int | None = None, report: Report | None = None
@@ -387,73 +200,386 @@ class Checkpoints:
           report: called on process 0 with one line for each damaged checkpoint that is skipped.
             Default: `warnings.warn`.
         """
-        self.wait()
         leaves = describe(abstract_state, "abstract_state")
-        found, path = _newest(self.directory, step, leaves, report, self._checked)
-        state = _read_arrays(path, abstract_state, partial=False)
-        return Restored(found, state, _read_meta(path))
 
-    def _written(self, step: int) -> Path:
-        path = step_path(self.directory, step)
-        return path.with_name(f"{path.name}.writing")
+        def read(path: Path, manifest: dict[str, Any]) -> Any:
+            check_same_leaves(leaves, manifest["leaves"], path)
+            return _read_arrays(path, abstract_state, manifest, self._handler())
+
+        return self.read(read, step=step, report=report)
+
+    def read(
+        self,
+        read: Callable[[Path, dict[str, Any]], Any],
+        *,
+        step: int | None = None,
+        report: Report | None = None,
+    ) -> Restored:
+        """The result of `read` for the newest checkpoint for which it does not raise `Damaged`.
+
+        `read` receives the path and the manifest of a checkpoint; for the rest see `restore`.
+        """
+        self.wait()
+        candidates, skipped = self._candidates(step)
+        for found, manifest in candidates:
+            try:
+                state = read(step_path(self.directory, found), manifest)
+            except Damaged as error:
+                self._damaged[found] = str(error)
+                skipped.append(str(error))
+                continue
+            if jax.process_index() == 0:
+                for reason in skipped:
+                    line = f"damaged checkpoint: {reason}; using step {found} instead"
+                    (report or warnings.warn)(line)
+            return Restored(found, state, manifest["meta"])
+        raise _none_usable(self.directory, skipped, step)
+
+    def remove_from(self, step: int) -> None:
+        """Deletes the complete checkpoints of `step` and later steps."""
+
+        def remove() -> None:
+            self._check()
+            for later in self.steps():
+                if later >= step:
+                    _remove(step_path(self.directory, later))
+
+        self.wait()
+        self._on_writer(remove)
+
+    def _candidates(self, step: int | None) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
+        """The intact manifests, newest first, and lines about the others; see `_readable`."""
+        return on_first_process(lambda: _readable(self.directory, step, self._damaged))
+
+    def _on_writer(self, decide: Callable[[], Any]) -> Any:
+        return on_first_process(decide)
+
+    def _handler(self) -> Any:
+        return ocp.PyTreeCheckpointHandler()
+
+    def _new_manager(self) -> ocp.CheckpointManager:
+        return _manager(
+            self.directory,
+            keep=self._keep,
+            handler=self._handler(),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=_PATIENCE_SECONDS, post_finalization_callback=self._check
+            ),
+        )
 
     def _make_room(self, step: int) -> bool:
-        self._check()
-        return make_room(self.directory, step, self._checked)
+        """Removes leftovers and sets damaged checkpoints aside before the save of ``step``.
 
-    def _finish_in_bucket(
-        self,
-        step: int,
-        facts: dict[str, Any],
-        meta: dict[str, Any],
-        arrays: dict[str, Any],
-        shards: dict[Piece, np.ndarray],
-    ) -> None:
-        """Writes a checkpoint to a bucket: every process writes its own files, and then process 0
-        writes the manifest.
+        Returns False if the checkpoint is already complete.
         """
-        path, is_first = step_path(self.directory, step), jax.process_index() == 0
-        if is_first:
-            (path / "meta").mkdir(parents=True, exist_ok=True)
-            (path / "meta" / "metadata").write_text(json.dumps(meta))
-        with failures_of_writing(path):
-            _write_shards(path, arrays, shards)
-            if is_first:
-                _commit(path, facts, self._check)
-        if is_first:
-            prune(self.directory, keep=self._keep)
-
-    def _finish(self, step: int, facts: dict[str, Any]) -> None:
-        # On process 0, Orbax returns only when every process has written its shards.
-        with failures_of_writing(step_path(self.directory, step)):
-            self._writer.wait_until_finished()
-        if jax.process_index() == 0:
-            files.write_manifest(self._written(step), facts)
-            self._check()
-            self._written(step).rename(step_path(self.directory, step))
-            sync(self.directory)
-            prune(self.directory, keep=self._keep)
-
-
-def _root_of(directory: str | os.PathLike[str]) -> Path:
-    """The subdirectory ``checkpoints`` if it exists, or else the given directory."""
-    root = checkpoint_root(directory)
-    return root / "checkpoints" if (root / "checkpoints").is_dir() else root
+        self._check()
+        root, remote = self.directory, is_remote(self.directory)
+        root.mkdir(parents=True, exist_ok=True)
+        if not root.exists():  # Orbax lists the directory, and an empty one is none in a bucket
+            (root / ".keep").touch()
+        usable = [s for s in self.steps() if s not in self._damaged]
+        if step in usable:
+            return False
+        if usable and step < usable[-1]:
+            raise ValueError(
+                f"step={step} is before step {usable[-1]} in {root}; resume from the newest "
+                f"checkpoint or save to another directory"
+            )
+        for path in list(root.iterdir()):
+            match = _STEP_NAME.fullmatch(path.name)
+            is_unusable = match is not None and int(match[1]) not in usable
+            if _LEFTOVER_NAME.fullmatch(path.name) or (is_unusable and remote):
+                _remove(path)
+            elif is_unusable:
+                aside = path.with_name(f"{path.name}.damaged")
+                remove_tree(aside)
+                path.rename(aside)
+        self._damaged.clear()
+        return True
 
 
-def _newest(
-    root: Path,
-    step: int | None,
-    leaves: Leaves | None,
-    report: Report | None,
-    checked: dict[int, bool],
-) -> tuple[int, Path]:
-    """The checkpoint to restore, selected by process 0; see `newest_usable`."""
-    quiet_orbax()
-    found = on_first_process(
-        lambda: newest_usable(root, step, leaves, report or warnings.warn, checked)
+class LocalCheckpoints(Checkpoints):
+    """The checkpoints of each process on a disk of its host.
+
+    Args:
+      directory: directory of the run on a disk of this host.
+      report: called with one line if a save fails, which does not end the run, or if a checkpoint
+        is not usable.
+
+    ``directory`` is the parent of the ``step_*`` directories of this process. Hosts that are killed
+    during a save have the checkpoint before it in common.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], report: Report):
+        index, count = jax.process_index(), jax.process_count()
+        super().__init__(Path(directory).absolute() / f"process_{index}_of_{count}", keep=2)
+        self.report = report
+
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
+        try:
+            return super().save(step, state, meta)
+        except (OSError, ValueError) as error:
+            self.report(f"warning: no local checkpoint ({error}); training continues")
+            return False
+
+    def wait(self) -> None:
+        """Waits until the save in progress is complete, and reports its failure."""
+        try:
+            super().wait()
+        except (OSError, ValueError) as error:
+            self.report(f"warning: no local checkpoint ({error}); training continues")
+
+    def newest(self, abstract_state: Any) -> int | None:
+        """The newest step that every process can restore; None if there is none.
+
+        All processes must call this method at the same point.
+        """
+        leaves = describe(abstract_state, "state")
+        usable = set()
+        for step in set(self.steps()) - set(self._damaged):
+            path = step_path(self.directory, step)
+            try:
+                manifest = read_manifest(path)
+                check_same_leaves(leaves, manifest["leaves"], path)
+                usable.add((step, manifest["run"]))
+            except ValueError as error:
+                self.report(f"the local checkpoint of step {step} is not used: {error}")
+        common = set.intersection(*gathered(usable))
+        return max((step for step, _ in common), default=None)
+
+    def _candidates(self, step: int | None) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
+        return _readable(self.directory, step, self._damaged)
+
+    def _on_writer(self, decide: Callable[[], Any]) -> Any:
+        return decide()
+
+    def _handler(self) -> Any:
+        every_shard = ocp.type_handlers.ArrayHandler(
+            primary_host=None, replica_id=None, use_replica_parallel=False
+        )
+        return ocp.PyTreeCheckpointHandler(
+            multiprocessing_options=_alone(),
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                (jax.Array, every_shard)
+            ),
+        )
+
+    def _new_manager(self) -> ocp.CheckpointManager:
+        return _manager(
+            self.directory,
+            keep=self._keep,
+            handler=self._handler(),
+            multiprocessing_options=_alone(),
+            enable_per_process_directory_creation=True,
+        )
+
+
+def _alone() -> Any:
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=None, active_processes={me}, barrier_sync_key_prefix=f"local_{me}"
     )
-    return found, step_path(root, found)
+
+
+class _Manager(ocp.CheckpointManager):
+    def reached_preemption(self, step: int) -> bool:
+        # Orbax would tell JAX's preemption service an old step, from a thread; the run tells it.
+        return False
+
+
+def _manager(root: Path, *, keep: int, handler: Any, **options: Any) -> ocp.CheckpointManager:
+    quiet_orbax()
+    processes = options.setdefault("multiprocessing_options", ocp.options.MultiprocessingOptions())
+    remote = is_remote(root)
+    modes = ocp.options.AtomicityMode
+    return _Manager(
+        root,
+        item_handlers={
+            "state": handler,
+            "manifest": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+        },
+        options=ocp.CheckpointManagerOptions(
+            step_prefix="step",
+            step_format_fixed_length=8,
+            create=False,
+            save_root_metadata=False,
+            lightweight_initialize=True,
+            preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+            atomicity_options=ocp.options.AtomicityOptions(
+                mode=modes.COMMIT_FILE if remote else modes.ATOMIC_RENAME
+            ),
+            # A rename removes a checkpoint at once, and only a link if it is one.
+            todelete_subdir=None if remote else _DELETED,
+            **options,
+        ),
+    )
+
+
+def step_path(root: Path, step: int) -> Path:
+    return root / f"step_{step:08d}"
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Steps of the complete checkpoints, in ascending order."""
+    last = _COMMITTED if is_remote(root) else "manifest/metadata"
+    return [
+        step
+        for step in _listed_steps(root)
+        if any((step_path(root, step) / name).exists() for name in (last, "manifest.json"))
+    ]
+
+
+def _listed_steps(root: Path) -> list[int]:
+    if not root.is_dir():
+        return []
+    remote = is_remote(root)
+    matches = (
+        _STEP_NAME.fullmatch(path.name) for path in root.iterdir() if remote or path.is_dir()
+    )
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _checked_root(directory: str | os.PathLike[str]) -> Path:
+    """The absolute path or URL of a directory; raises `ValueError` for a file or dangling link."""
+    path = located(directory)
+    if is_remote(path):
+        if str(path).startswith("s3://"):
+            _let_orbax_reach_s3()
+        return cast(Path, path)
+    path = Path(path)
+    if os.path.lexists(path) and not path.is_dir():
+        what = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
+        raise ValueError(f"{path} is {what}, not a checkpoint directory; pass a directory")
+    return path
+
+
+def _remove(path: Path) -> None:
+    """Deletes a checkpoint. In a bucket, its last object is deleted first."""
+    if not is_remote(path):
+        remove_tree(path)
+        return
+    (path / _COMMITTED).unlink(missing_ok=True)
+    located(path).rmtree(missing_ok=True)
+
+
+def _check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
+    describe(state, "state")
+    check_not_quantised(state)
+    if step < 0:
+        raise ValueError(f"step={step} cannot be saved; steps start at 0")
+    try:
+        json.dumps(meta)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"meta is not JSON ({error}); use only dicts, lists, strings and numbers"
+        ) from error
+    if jax.process_count() > 1:
+        for name, leaf in named_leaves(state):
+            if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+                raise ValueError(
+                    f"state {name} is in one process only; create the state under "
+                    "jit with shardings over the whole mesh"
+                )
+
+
+def _readable(
+    root: Path, step: int | None, damaged: dict[int, str]
+) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
+    """The manifests of the checkpoints that may be usable, newest first, and the damage of others.
+
+    Raises `ValueError` if there is none, or if the checkpoints belong to several runs.
+    """
+    # A checkpoint that is not complete is unfinished in a bucket, but damaged on a disk.
+    listed = complete_steps(root) if is_remote(root) else _listed_steps(root)
+    if not listed:
+        raise ValueError(_why_empty(root))
+    if step is not None and step not in listed:
+        raise ValueError(f"no checkpoint of step={step} in {root}; existing steps are {listed}")
+    found: list[tuple[int, dict[str, Any]]] = []
+    skipped: list[str] = []
+    runs: dict[str, list[int]] = {}
+    for candidate in reversed(listed) if step is None else [step]:
+        if candidate in damaged:
+            continue
+        try:
+            manifest = read_manifest(step_path(root, candidate))
+        except Damaged as error:
+            damaged[candidate] = str(error)
+            skipped.append(str(error))
+            continue
+        found.append((candidate, manifest))
+        runs.setdefault(manifest["run"], []).insert(0, candidate)
+    if len(runs) > 1:
+        several = ", ".join(
+            f"{of} of run {run or 'unnamed'}"
+            for run, of in sorted(runs.items(), key=lambda item: item[1])
+        )
+        raise ValueError(
+            f"{root} contains checkpoints of several runs (steps {several}); move the checkpoints "
+            f"of all but one run elsewhere"
+        )
+    if not found:
+        raise _none_usable(root, skipped, step)
+    # Damage older than the newest usable checkpoint does no harm.
+    newest = found[0][0]
+    return found, [damaged[s] for s in reversed(listed) if s > newest and damaged.get(s) in skipped]
+
+
+def _none_usable(root: Path, reasons: list[str], step: int | None) -> Damaged:
+    why = reasons[0] if reasons else "all are damaged"
+    remedy = "restart in another directory" if step is None else "try another step"
+    return Damaged(f"no usable checkpoint in {root}: {why}; {remedy}")
+
+
+def _why_empty(root: Path) -> str:
+    if not root.exists():
+        return f"checkpoint directory {root} does not exist; check the path"
+    if _STEP_NAME.fullmatch(root.name):
+        return f"{root} is a single checkpoint; pass its parent directory, {root.parent}"
+    names = [path.name for path in root.iterdir()]
+    if any(_LEFTOVER_NAME.fullmatch(name) for name in names):
+        return f"{root} has only an unfinished checkpoint; train until a checkpoint is complete"
+    if not names:
+        return f"checkpoint directory {root} is empty; train until a checkpoint is written"
+    return f"{root} is not a checkpoint directory (no step_* in it); check the path"
+
+
+def _read_arrays(path: Path, abstract: Any, manifest: dict[str, Any], handler: Any = None) -> Any:
+    """The arrays of `abstract` from a checkpoint, which may have more.
+
+    Raises `Damaged` on every process if any process cannot read its shards or if the checksum of
+    an array differs.
+    """
+    quiet_orbax()
+
+    def sharding_of(leaf: Any) -> jax.sharding.Sharding:
+        first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return getattr(leaf, "sharding", None) or first_device
+
+    def restore_arg(leaf: Any) -> ocp.ArrayRestoreArgs:
+        return ocp.ArrayRestoreArgs(
+            sharding=sharding_of(leaf), global_shape=leaf.shape, dtype=leaf.dtype
+        )
+
+    args = ocp.args.PyTreeRestore(
+        abstract, restore_args=jax.tree.map(restore_arg, abstract), partial_restore=True
+    )
+    damage, arrays = "", None
+    try:
+        reader = handler or ocp.PyTreeCheckpointHandler()
+        arrays = reader.restore(located(path / "state"), args=args)
+        # Typed keys are restored with an equivalent sharding, but only an equal sharding avoids a
+        # recompilation.
+        arrays = jax.device_put(arrays, jax.tree.map(sharding_of, abstract))
+    except Exception as error:  # Orbax raises errors of many kinds for damaged files
+        damage = f"{path / 'state'} cannot be read ({said(error)})"
+    damage = next((line for line in gathered(damage) if line), "")
+    if not damage:
+        wrong = [n for n, value in checksums(arrays).items() if value != manifest["sums"][n]]
+        damage = f"{path / 'state'} has a wrong checksum of {wrong[0]}" if wrong else ""
+    if damage:
+        raise Damaged(damage)
+    return arrays
 
 
 def load_params(
@@ -479,53 +605,54 @@ def load_params(
       report: called with one line for each damaged checkpoint that is skipped. Default:
         `warnings.warn`.
     """
-    path = _newest(_root_of(directory), step, None, report, {})[1]
-    meta = _read_meta(path)
-    leaves = files.read_manifest(path)["leaves"]
+
+    def read(path: Path, manifest: dict[str, Any]) -> Any:
+        return _read_params(path, manifest, abstract_params, place)
+
+    _, params, meta = Checkpoints(_root_of(directory), keep=1).read(read, step=step, report=report)
+    return params, meta
+
+
+def _read_params(
+    path: Path,
+    manifest: dict[str, Any],
+    abstract_params: Callable[[dict[str, Any]], Any] | None,
+    place: Place | None,
+) -> Any:
+    leaves: Leaves = manifest["leaves"]
     entry = "ema" if any(name.startswith("ema/") for name in leaves) else "params"
     saved = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{entry}/")}
     if not saved:
         raise ValueError(f"checkpoint {path} has no params; pass one written by train.py")
+
+    def stored(name: str, sharding: Any = None) -> jax.ShapeDtypeStruct:
+        dtype, shape = saved[name]
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
+
     if abstract_params is None:
-        wanted = nested(
-            {
-                name: jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
-                for name, (dtype, shape) in saved.items()
-            }
-        )
+        wanted = nested({name: stored(name) for name in saved})
     else:
-        wanted = {entry: abstract_params(meta)}
-        leaves = describe(wanted, "abstract_params")
-        check_same_leaves(leaves, without_custom_heads(saved, leaves, meta), path)
+        wanted = {entry: abstract_params(manifest["meta"])}
+        expected = describe(wanted, "abstract_params")
+        check_same_leaves(expected, without_custom_heads(saved, expected, manifest["meta"]), path)
     if place is not None:
         wanted = {entry: map_named(place, wanted[entry])}
-    return _read_arrays(path, wanted, partial=True)[entry], meta
+    if all(leaf.dtype == stored(name).dtype for name, leaf in named_leaves(wanted)):
+        return _read_arrays(path, wanted, manifest)[entry]
+
+    def cast_from(name: str, leaf: Any) -> jax.Array:
+        # One array at a time, because the checksum is that of the stored dtype.
+        one = nested({name: stored(name, leaf.sharding)})
+        ((_, array),) = named_leaves(_read_arrays(path, one, manifest))
+        return array.astype(leaf.dtype)
+
+    return map_named(cast_from, wanted)[entry]
 
 
-def _read_arrays(path: Path, abstract: Any, *, partial: bool) -> Any:
-    def sharding_of(leaf: Any) -> jax.sharding.Sharding:
-        first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return getattr(leaf, "sharding", None) or first_device
-
-    def restore_arg(leaf: Any) -> ocp.ArrayRestoreArgs:
-        return ocp.ArrayRestoreArgs(
-            sharding=sharding_of(leaf), global_shape=leaf.shape, dtype=leaf.dtype
-        )
-
-    if is_remote(path):
-        return read_arrays(path, abstract, sharding_of)
-    args = ocp.args.PyTreeRestore(
-        abstract, restore_args=jax.tree.map(restore_arg, abstract), partial_restore=partial
-    )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        arrays = reader.restore(path / "state", args=args)
-    # Typed keys are restored with an equivalent sharding, but only an equal sharding avoids a
-    # recompilation.
-    return jax.device_put(arrays, jax.tree.map(sharding_of, abstract))
-
-
-def _read_meta(path: Path) -> dict[str, Any]:
-    return json.loads((path / "meta" / "metadata").read_text(encoding="utf-8"))
+def _root_of(directory: str | os.PathLike[str]) -> Path:
+    """The subdirectory ``checkpoints`` if it exists, or else the given directory."""
+    root = _checked_root(directory)
+    return root / "checkpoints" if (root / "checkpoints").is_dir() else root
 
 
 def load_any(
@@ -533,7 +660,7 @@ def load_any(
     make_abstract: Callable[[dict[str, Any]], Any] | None = None,
     *,
     place: Place | None = None,
-    report: Callable[[str], None] | None = None,
+    report: Report | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Returns (parameters, metadata) of a run, a weights file, or a shipped model.
 
@@ -559,13 +686,13 @@ def load_any(
     return params, _checked(meta, found)
 
 
-def load_meta(
-    path: str | os.PathLike[str], *, report: Callable[[str], None] | None = None
-) -> dict[str, Any]:
-    """The metadata that `load_any` would return for a path, with the same errors."""
+def load_meta(path: str | os.PathLike[str], *, report: Report | None = None) -> dict[str, Any]:
+    """The metadata that `load_any` would return for a path, with the same errors. The arrays are
+    not read.
+    """
     if Path(path).suffix == SUFFIX:
         return _checked(read_meta(path), path)
-    return _checked(_read_meta(_newest(_root_of(path), None, None, report, {})[1]), path)
+    return _checked(Checkpoints(_root_of(path), keep=1).read_meta(report=report), path)
 
 
 def _checked(meta: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -577,128 +704,94 @@ def _checked(meta: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     return meta
 
 
-_KEEP = 2  # Hosts that are killed during a save have the checkpoint before it in common.
+@contextlib.contextmanager
+def _failures_of_writing(path: AnyPath) -> Iterator[None]:
+    """Converts the `ValueError` that tensorstore raises for a failed write to an `OSError`.
 
-
-class LocalCheckpoints:
-    """The local checkpoints of one process.
-
-    Args:
-      directory: directory of the run on a disk of this host.
-      report: called with one line if a save fails, which does not end the run, or if a checkpoint
-        is not usable.
-
-    ``directory`` is the parent of the ``step_*`` directories of this process.
+    The errno is read from the message, or `errno.EIO` if the message has none. The file name is
+    `path`.
     """
+    try:
+        yield
+    except ValueError as error:
+        match = re.search(r"os_error_code='(\d+)'", str(error))
+        if match is not None:
+            raise OSError(int(match[1]), os.strerror(int(match[1])), str(path)) from error
+        raise OSError(errno.EIO, f"cannot be written ({said(error)})", str(path)) from error
 
-    def __init__(self, directory: str | os.PathLike[str], report: Callable[[str], None]):
-        index, count = jax.process_index(), jax.process_count()
-        self.directory = Path(directory).absolute() / f"process_{index}_of_{count}"
-        self._report = report
-        self._pending: concurrent.futures.Future[None] | None = None
-        self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="local")
 
-    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
-        """Starts to save a checkpoint, after the previous one is complete.
+@functools.cache
+def _let_orbax_reach_s3() -> None:
+    """Adds ``s3://`` to the schemes for which Orbax makes specs of tensorstore.
 
-        The arrays may be donated once the method has returned.
-        """
-        check_saveable(step, state, meta)
-        self.wait()
-        facts, shards = facts_of(describe(state, "state"), meta), _own_shards(state, replicas=True)
-        self._pending = self._writer.submit(self._write, step, facts, meta, shards)
+    Orbax 0.12 has ``gs://`` only and would write arrays to the directory ``s3:`` on a disk.
+    """
+    try:
+        from orbax.checkpoint._src.path import gcs_utils
+        from orbax.checkpoint._src.serialization import tensorstore_utils as specs
 
-    def wait(self) -> None:
-        """Waits until the save in progress is complete, and reports its failure."""
-        pending, self._pending = self._pending, None
-        try:
-            if pending is not None:
-                pending.result()
-        except (OSError, ValueError) as error:
-            self._report(f"warning: no local checkpoint ({error}); training continues")
-
-    def close(self) -> None:
-        self.wait()
-        self._writer.shutdown()
-
-    def newest(self, abstract_state: Any) -> int | None:
-        """The newest step that every process can restore; None if there is none.
-
-        All processes must call this method at the same point.
-        """
-        usable = {
-            (step, self.read_meta(step)["run"])
-            for step in complete_steps(self.directory)
-            if self._fits(step, abstract_state)
-        }
-        common = set.intersection(*gathered(usable))
-        return max((step for step, _ in common), default=None)
-
-    def read_meta(self, step: int) -> dict[str, Any]:
-        return json.loads((step_path(self.directory, step) / "meta").read_text(encoding="utf-8"))
-
-    def restore(self, abstract_state: Any, step: int) -> Any:
-        """The state of a step that `newest` returned for the same abstract state."""
-        path = step_path(self.directory, step)
-        places = self._places(path)
-        content = np.memmap(path / "state", np.uint8, "r")
-
-        def restored(name: str, leaf: Any) -> jax.Array:
-            data = jax.eval_shape(plain, leaf)
-            shape = leaf.sharding.shard_shape(data.shape)
-
-            def shard(index: Any) -> np.ndarray:
-                first, size = places[name, _bounds(index, data.shape)]
-                return np.array(content[first : first + size].view(data.dtype).reshape(shape))
-
-            return _assembled(leaf, data.shape, leaf.sharding, shard)
-
-        return map_named(restored, abstract_state)
-
-    def _fits(self, step: int, abstract_state: Any) -> bool:
-        """Whether the checkpoint is intact and has all shards of the devices of this process."""
-        try:
-            newest_usable(self.directory, step, describe(abstract_state, "state"), self._report, {})
-            places = self._places(step_path(self.directory, step))
-        except ValueError as error:
-            self._report(f"the local checkpoint of step {step} is not used: {error}")
-            return False
-        return all(
-            (name, bounds) in places
-            for name, leaf in named_leaves(abstract_state)
-            for bounds in _own_bounds(leaf)
+        normal, is_gcs = specs._normalize_path, specs._use_gcs_driver
+        spec_of = gcs_utils.get_kvstore_for_gcs
+        specs._normalize_path = lambda path: normal(path).replace("s3:/", "s3://")
+        specs._use_gcs_driver = lambda path: path.startswith("s3://") or is_gcs(path)
+        gcs_utils.get_kvstore_for_gcs = lambda path: (
+            _s3_spec(path) if path.startswith("s3://") else spec_of(path)
+        )
+        is_s3 = specs.build_kvstore_tspec("s3://bucket/path")["base"]["driver"] == "s3"
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError):
+        is_s3 = False
+    if not is_s3:
+        raise ValueError(
+            f"s3:// does not work with orbax-checkpoint {ocp.__version__}; use version 0.12, or "
+            "mount the bucket"
         )
 
-    def _places(self, path: Path) -> dict[Piece, tuple[int, int]]:
-        """First byte and number of bytes of each shard."""
-        found, first = {}, 0
-        for name, bounds, size in json.loads((path / "shards").read_text()):
-            found[name, tuple(bounds)] = (first, size)
-            first += size
-        return found
 
-    def _write(
-        self, step: int, facts: dict[str, Any], meta: dict[str, Any], shards: dict[Piece, Any]
-    ) -> None:
-        if not make_room(self.directory, step, {}):
-            return
-        path = step_path(self.directory, step)
-        writing = path.with_name(f"{path.name}.writing")
-        writing.mkdir()
-        with (writing / "state").open("wb") as file:
-            for shard in shards.values():
-                file.write(shard.tobytes())
-        table = [[name, bounds, shard.nbytes] for (name, bounds), shard in shards.items()]
-        (writing / "shards").write_text(json.dumps(table))
-        (writing / "meta").write_text(json.dumps(meta), encoding="utf-8")
-        files.write_manifest(writing, facts)
-        writing.rename(path)
-        files.sync(self.directory)
-        prune(self.directory, keep=_KEEP)
+def _s3_spec(url: str) -> dict[str, Any]:
+    """The tensorstore spec of a path in S3.
+
+    Endpoint and credentials are passed explicitly, because tensorstore ignores the endpoint in the
+    environment and logs its search for credentials.
+    """
+    bucket, _, path = url.removeprefix("s3://").partition("/")
+    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if endpoint:
+        spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        spec["aws_credentials"] = {"type": "environment"}
+    return spec
 
 
-def _own_bounds(leaf: Any) -> set[tuple[int, ...]]:
-    """The shards of an abstract array on the devices of this process."""
-    shape = jax.eval_shape(plain, leaf).shape
-    indices = leaf.sharding.addressable_devices_indices_map(shape).values()
-    return {_bounds(index, shape) for index in indices}
+def quiet_orbax() -> None:
+    """Limits the logs of Orbax to warnings."""
+    # Orbax logs every save at INFO through absl. Orbax also logs errors in its threads and of
+    # parallel reads and writes, although its calls raise the first of the same errors.
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        if _is_not_raised_too not in logger.filters:
+            logger.addFilter(_is_not_raised_too)
+    _ignore_late_reads()
+
+
+@functools.cache
+def _ignore_late_reads() -> None:
+    """Hides the errors of reads that end after Orbax has raised the error of another one."""
+    print_error = sys.unraisablehook
+
+    def hook(late: Any) -> None:
+        if str(late.exc_value) != "Event loop is closed":
+            print_error(late)
+
+    sys.unraisablehook = hook
+
+
+def _is_not_raised_too(record: logging.LogRecord) -> bool:
+    if record.name == "asyncio":
+        ours = "orbax|TensorStore|Error (opening|reading|writing)"
+        return re.search(ours, record.getMessage()) is None
+    if record.getMessage().startswith(("Waiting for previous save", "Global object size")):
+        return False
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname

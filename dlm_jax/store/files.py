@@ -5,15 +5,10 @@ cannot be renamed, so a group of objects becomes valid when its last object is w
 
 The last key in a JSON line with a checksum is ``crc``: the CRC32, in hex, of the JSON without that
 key.
-
-``manifest.json`` records every file in a directory, so that damage can be detected. The manifest
-has two lines: a JSON object (``facts``: data of the writer; ``files``: relative path -> [size in
-bytes, CRC32]) and the CRC32 of that object in hex.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import fcntl
@@ -21,7 +16,6 @@ import functools
 import glob
 import hashlib
 import inspect
-import json
 import os
 import re
 import secrets
@@ -351,34 +345,6 @@ def program_facts() -> dict[str, str]:
     return {f"version of {package}": version, f"source code of {package}": digest.hexdigest()[:16]}
 
 
-_READERS = 32
-MANIFEST = "manifest.json"
-SET_ASIDE = "manifest.json.damaged"
-"""The new name of the manifest of a damaged checkpoint in a bucket."""
-
-
-def write_manifest(directory: Path, facts: dict[str, Any]) -> None:
-    """Writes the manifest of ``directory`` and syncs all files to disk."""
-    files: dict[str, tuple[int, int]] = {}
-    folders = [directory]
-    for path in sorted(directory.rglob("*")):
-        if path.is_dir():
-            folders.append(path)
-        else:
-            files[path.relative_to(directory).as_posix()] = size_and_crc(path)
-            sync(path)
-    put_manifest(directory, facts, files)
-    for folder in folders:
-        sync(folder)
-
-
-def put_manifest(
-    directory: AnyPath, facts: dict[str, Any], files: dict[str, tuple[int, int]]
-) -> None:
-    """Writes the manifest. `files` maps relative paths to sizes and CRC32s."""
-    write_line(directory / MANIFEST, json.dumps({"facts": facts, "files": files}))
-
-
 def write_line(path: AnyPath, line: str) -> None:
     """Atomically writes a line and, as a second line, its CRC32 in hex."""
     write_whole(path, _with_crc(line).encode())
@@ -391,46 +357,6 @@ def read_line(path: AnyPath) -> str:
     if text != _with_crc(line):
         raise Damaged(f"{path} has a wrong checksum")
     return line
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The facts passed to `write_manifest`; raises `Damaged` if the manifest has changed."""
-    return _manifest_read(directory)["facts"]
-
-
-def check_manifest(directory: Path) -> None:
-    """Verifies all files in the manifest; raises `Damaged` for the first file that differs.
-
-    Every single-bit flip, every error burst of up to 32 bits, and every missing or shortened file
-    is detected. Files added later are ignored. All bytes are read (about 1-2 GB/s from memory).
-    """
-    files = _manifest_read(directory)["files"].items()
-    if not is_remote(directory):
-        for name, expected in files:
-            _verify_file(directory / name, *expected)
-        return
-    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-        for _ in pool.map(lambda file: _verify_file(directory / file[0], *file[1]), files):
-            pass
-
-
-def _verify_file(path: Path, size: int, crc: int) -> None:
-    try:
-        found = path.stat().st_size if not is_remote(path) else size
-        if found != size:
-            raise Damaged(f"{path} has {found} bytes instead of {size}")
-        if size_and_crc(path) != (size, crc):
-            raise Damaged(f"{path} has a wrong checksum")
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read ({error.strerror or error})") from error
-
-
-def _manifest_read(directory: Path) -> dict[str, Any]:
-    path = directory / MANIFEST
-    try:
-        return json.loads(read_line(path))
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read ({error.strerror or error})") from error
 
 
 def _with_crc(line: str) -> str:

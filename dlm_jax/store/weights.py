@@ -23,7 +23,8 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from dlm_jax.distributed.partitions import named_leaves
-from dlm_jax.store.checkpoint_files import (
+from dlm_jax.store.files import crc_of, refused_unless_full, write_whole
+from dlm_jax.store.manifest import (
     Place,
     check_not_quantised,
     describe,
@@ -31,7 +32,6 @@ from dlm_jax.store.checkpoint_files import (
     spell,
     without_custom_heads,
 )
-from dlm_jax.store.files import crc_of, refused_unless_full, write_whole
 
 SUFFIX = ".safetensors"
 DTYPES = ("float32", "float16")

@@ -18,9 +18,8 @@ from dlm_jax.data import from_json
 from dlm_jax.distributed.processes import on_first_process
 from dlm_jax.published import KEPT
 from dlm_jax.store import Checkpoints, load_meta
-from dlm_jax.store.checkpoint_files import complete_steps, remove_from
-from dlm_jax.store.checkpoints import LocalCheckpoints
-from dlm_jax.store.files import DirectoryLock, is_remote, located
+from dlm_jax.store.checkpoints import LocalCheckpoints, complete_steps
+from dlm_jax.store.files import Damaged, DirectoryLock, is_remote, located
 from dlm_jax.training.checks import CONFIG, check_same_run, growth, make_directory
 from dlm_jax.training.tasks import Task
 from dlm_jax.training.train_step import TrainState
@@ -95,7 +94,6 @@ class Best:
         root = located(config.train.checkpoint_dir or config.train.out_dir) / FOLDER
         self._checkpoints = Checkpoints(root, keep=1, check=check)
         self._measured_on = [config.train.eval_windows, config.train.batch_size]
-        self._check = check
         self._is_stale = False
         try:
             self.figure = self._read(meta, is_new)
@@ -106,7 +104,7 @@ class Best:
     def begin(self) -> None:
         """Removes the best model of an earlier run that has the same config and no checkpoints."""
         if self._is_stale:
-            on_first_process(lambda: self._remove_from(0))
+            self._checkpoints.remove_from(0)
             self._is_stale = False
 
     def offer(self, step: int, figure: float, params: Params, meta: dict[str, Any]) -> bool:
@@ -115,8 +113,7 @@ class Best:
         """
         if not math.isfinite(figure) or (self.figure is not None and figure >= self.figure):
             return False
-        self._checkpoints.wait()
-        on_first_process(lambda: self._remove_from(step))
+        self._checkpoints.remove_from(step)
         best = {"best": {"figure": figure, "measured_on": self._measured_on}}
         self._checkpoints.save(step, {"params": params}, meta | best)
         self.figure = figure
@@ -133,7 +130,6 @@ class Best:
         """The value of the saved model; None if there is no saved model or if other windows were
         used.
         """
-        # Every process must read, because Orbax synchronises all of them.
         if not on_first_process(self._checkpoints.steps):
             return None
         try:
@@ -160,10 +156,6 @@ class Best:
                 f"{self._checkpoints.directory} has the best model of another run ({error}); "
                 "move the directory elsewhere, or use another train.out_dir"
             ) from None
-
-    def _remove_from(self, step: int) -> None:
-        self._check()
-        remove_from(self._checkpoints.directory, step)
 
 
 def _local_of(
@@ -198,7 +190,8 @@ def _continued(
 
     A local checkpoint is used unless a shared one is newer. The result is None if neither exists.
     """
-    step = None if local is None else local.newest(task.abstract_state())
+    abstract = task.abstract_state()
+    step = None if local is None else local.newest(abstract)
     shared: dict[str, Any] = {}
     if checkpoints is not None:
         try:
@@ -209,8 +202,9 @@ def _continued(
             report(f"{error}; the local checkpoint of step {step} is used")
     if shared:
         check_same_run(meta, shared)
-    if local is not None and step is not None and step >= shared.get("step", 0):
-        saved = local.read_meta(step)
+    restored = None
+    while local is not None and step is not None and step >= shared.get("step", 0):
+        saved = local.read_meta(step=step)
         try:
             check_same_run(meta, saved)
         except ValueError as error:
@@ -220,12 +214,20 @@ def _continued(
                 f"{local.directory} has checkpoints of run {saved['run']}, but the checkpoints "
                 f"belong to run {shared['run']}; remove the directory"
             )
-        state = local.restore(task.abstract_state(), step)
+        try:
+            restored = local.restore(abstract, step=step)
+        except Damaged as error:
+            local.report(f"the local checkpoint of step {step} is not used: {error}")
+            step = local.newest(abstract)
+            continue
         report(f"step {step} is restored from train.local_checkpoint_dir")
-    elif checkpoints is not None:
-        step, state, saved = checkpoints.restore(task.abstract_state(), report=report)
-    else:
+        break
+    if restored is None and checkpoints is not None:
+        restored = checkpoints.restore(abstract, report=report)
+        check_same_run(meta, restored.meta)
+    if restored is None:
         return None
+    step, state, saved = restored
     meta |= {name: saved[name] for name in ("run", *KEPT) if name in saved}
     if line := growth(task.setup.config, saved, step):
         report(line)

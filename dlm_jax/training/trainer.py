@@ -49,7 +49,6 @@ from dlm_jax.progress import Progress, waiting
 from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.settings import SettingError
 from dlm_jax.store import Checkpoints
-from dlm_jax.store.checkpoint_files import remove_from
 from dlm_jax.store.checkpoints import LocalCheckpoints
 from dlm_jax.store.files import (
     DirectoryLock,
@@ -469,7 +468,7 @@ class Trainer:
         )
         if run.local is not None:
             # The run repeats the later steps.
-            remove_from(run.local.directory, self.step + 1)
+            run.local.remove_from(self.step + 1)
         run.clock.resume(run.saved, self.journal.last)
         run.clock.charge("other")
         self._bar = Progress(

@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.store import Checkpoints, files, load_params
-from dlm_jax.store import checkpoints as bucket_module
 from dlm_jax.store.files import check_bucket, copy_whole, located, replacing
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -72,7 +71,7 @@ def test_what_was_saved_is_restored_and_only_the_newest_are_kept(s3):
     left = {
         str(path).removeprefix(root).split("/")[1] for path in buckets.files_under(located(root))
     }
-    assert left == {"step_00000002", "step_00000003"}
+    assert left == {".keep", "step_00000002", "step_00000003"}
     params, meta = load_params(f"{s3}/run", step=2)
     _assert_same(params, _state(2)["params"])
     assert meta["step"] == 2
@@ -115,52 +114,60 @@ def _object(root: str, name: str):
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
-        ("flip", "kernel/0.0"),
-        ("missing", "manifest.json"),
+        ("flip", "largest"),
+        ("missing", "commit_success.txt"),
         *(
             pytest.param(damage, name, marks=pytest.mark.slow)
             for damage, name in [
-                ("flip", "kernel/.zarray"), ("flip", "metadata"), ("flip", "manifest.json"),
-                ("missing", "kernel/0.0"), ("missing", "kernel/.zarray"), ("missing", "metadata"),
+                ("flip", "manifest.ocdbt"), ("flip", "manifest/metadata"), ("missing", "largest"),
+                ("missing", "manifest.ocdbt"), ("missing", "manifest/metadata"),
             ]
         ),
     ],
 )  # fmt: skip
 def test_damage_is_found_and_the_checkpoint_before_is_used(s3, name, damage):
+    state = lambda step: _state(step) | {"large": jax.random.normal(jax.random.key(step), (64, 64))}  # noqa: E731
     with Checkpoints(s3, keep=2) as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, _state(step), META)
-    path = _object(f"{s3}/step_00000002", name)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 8
-    if damage == "flip":
-        path.write_bytes(data)
-    else:
-        path.unlink()
+            checkpoints.save(step, state(step), META)
+    paths = buckets.files_under(located(f"{s3}/step_00000002"))
+    contents = {path: path.read_bytes() for path in paths}
+    largest = max(map(len, contents.values()))
+    for path, content in contents.items():
+        is_it = len(content) == largest if name == "largest" else str(path).endswith(name)
+        if is_it and damage == "missing":
+            path.unlink()
+        elif is_it:
+            middle = len(content) // 2
+            path.write_bytes(
+                content[:middle] + bytes([content[middle] ^ 8]) + content[middle + 1 :]
+            )
     lines: list[str] = []
     with Checkpoints(s3, keep=2) as checkpoints:
-        restored = checkpoints.restore(_abstract(_state(0)), report=lines.append)
+        restored = checkpoints.restore(_abstract(state(0)), report=lines.append)
+        _assert_same(restored.state, state(restored.step))
         assert restored.step == 1
-        _assert_same(restored.state, _state(1))
-        assert checkpoints.save(2, _state(5), META), "the damaged one is replaced"
+        assert checkpoints.save(2, state(5), META), "the damaged one is replaced"
         checkpoints.wait()
-        _assert_same(checkpoints.restore(_abstract(_state(0))).state, _state(5))
-    # Without its manifest an object store holds no checkpoint, only what a save left unfinished.
-    assert (name, damage) == ("manifest.json", "missing") or "damaged checkpoint" in lines[0]
+        _assert_same(checkpoints.restore(_abstract(state(0))).state, state(5))
+    # Without its last object, a bucket holds no checkpoint, only what a save left unfinished.
+    assert damage == "missing" and name == "commit_success.txt" or "damaged" in lines[0]
 
 
-def test_an_unfinished_save_is_no_checkpoint_and_goes_with_the_next(s3, monkeypatch):
-    def fail(*_):
-        raise OSError("the network is gone")
+def test_an_unfinished_save_is_no_checkpoint_and_goes_with_the_next(s3):
+    calls: list[None] = []
 
-    with Checkpoints(s3, keep=3) as checkpoints:
+    def check():
+        calls.append(None)
+        if len(calls) == 4:  # while the second save is completed
+            raise OSError("the network is gone")
+
+    with Checkpoints(s3, keep=3, check=check) as checkpoints:
         checkpoints.save(1, _state(1), META)
         checkpoints.wait()
-        with monkeypatch.context() as patch:
-            patch.setattr(bucket_module, "_commit", fail)
-            checkpoints.save(2, _state(2), META)
-            with pytest.raises(OSError, match="the network is gone"):
-                checkpoints.wait()
+        checkpoints.save(2, _state(2), META)
+        with pytest.raises(OSError, match="the network is gone"):
+            checkpoints.wait()
         assert checkpoints.steps() == [1]
         assert checkpoints.restore(_abstract(_state(0))).step == 1
         checkpoints.save(3, _state(3), META)

@@ -10,8 +10,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.store import checkpoints as checkpoints_module
-from dlm_jax.store.checkpoint_files import remove_from, step_path
-from dlm_jax.store.checkpoints import LocalCheckpoints
+from dlm_jax.store.checkpoints import LocalCheckpoints, step_path
+from dlm_jax.store.files import Damaged
+from dlm_jax.store.manifest import plain
 
 META = {"run": "a"}
 
@@ -50,18 +51,18 @@ def saved(tmp_path):
 def test_a_state_comes_back_bit_for_bit_with_its_shards(saved):
     checkpoints, lines = saved
     assert checkpoints.newest(_abstract(_state(0))) == 6
-    found = checkpoints.restore(_abstract(_state(0)), 6)
-    data = lambda tree: jax.tree.map(checkpoints_module.plain, tree)  # noqa: E731
+    found = checkpoints.restore(_abstract(_state(0)), step=6).state
+    data = lambda tree: jax.tree.map(plain, tree)  # noqa: E731
     tiny_run.assert_same(data(found), data(_state(6)))
     assert jax.tree.map(lambda a: a.sharding, found) == jax.tree.map(
         lambda a: a.sharding, _state(6)
     )
-    assert checkpoints.read_meta(6) == META | {"step": 6} and lines == []
+    assert checkpoints.read_meta(step=6) == META | {"step": 6} and lines == []
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_line(saved):
     checkpoints, lines = saved
-    path = step_path(checkpoints.directory, 6) / "state"
+    path = step_path(checkpoints.directory, 6) / "manifest" / "metadata"
     content = bytearray(path.read_bytes())
     content[40] ^= 1
     path.write_bytes(content)
@@ -69,9 +70,24 @@ def test_a_damaged_checkpoint_is_skipped_with_a_line(saved):
     assert len(lines) == 1 and "step 6" in lines[0] and "checksum" in lines[0]
 
 
-def test_a_checkpoint_of_other_shards_is_not_restored(saved):
+def test_damaged_arrays_are_not_restored(saved):
     checkpoints, _ = saved
-    assert checkpoints.newest(_abstract(_state(0, num_devices=4))) is None
+    for path in (step_path(checkpoints.directory, 6) / "state").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(path.read_bytes().replace(b"\x00", b"\x01"))
+    abstract = _abstract(_state(0))
+    assert checkpoints.newest(abstract) == 6
+    with pytest.raises(Damaged, match="state (cannot be read|has a wrong checksum)"):
+        checkpoints.restore(abstract, step=6)
+    assert checkpoints.newest(abstract) == 4
+
+
+def test_a_checkpoint_of_another_mesh_is_restored_where_a_process_has_its_shards(saved):
+    checkpoints, _ = saved
+    abstract = _abstract(_state(0, num_devices=4))
+    assert checkpoints.newest(abstract) == 6
+    data = lambda tree: jax.tree.map(plain, tree)  # noqa: E731
+    tiny_run.assert_same(data(checkpoints.restore(abstract, step=6).state), data(_state(6)))
     assert checkpoints.newest({"kernel": _abstract(_state(0))["kernel"]}) is None
 
 
@@ -92,7 +108,7 @@ def test_a_failed_save_is_reported_and_later_steps_are_removed_before_they_are_r
     checkpoints.save(5, _state(5), META)
     checkpoints.wait()
     assert len(lines) == 1 and lines[0].startswith("warning: no local checkpoint (step=5")
-    remove_from(checkpoints.directory, 5)
+    checkpoints.remove_from(5)
     checkpoints.save(5, _state(5), META)
     checkpoints.wait()
     assert checkpoints.newest(_abstract(_state(0))) == 5

@@ -74,7 +74,7 @@ def test_a_damaged_one_is_replaced(tmp_path):
     best = _best(tmp_path)
     assert _offer(best, 8, 2.0)
     best.close()
-    (tmp_path / "best" / "step_00000008" / "manifest.json").write_text("{")
+    (tmp_path / "best" / "step_00000008" / "manifest" / "metadata").write_text("{")
     best = _best(tmp_path)
     assert best.figure is None
     assert _offer(best, 10, 9.0)

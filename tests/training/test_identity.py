@@ -9,7 +9,8 @@ import pytest
 import tiny_run
 
 import dlm_jax.config as configs
-from dlm_jax.store import files, load_meta, load_params
+from dlm_jax.store import load_meta, load_params
+from dlm_jax.store.manifest import read_manifest
 from dlm_jax.training.checks import check_begins_anew
 from dlm_jax.training.metrics import read_records
 from dlm_jax.training.run import config_of_run
@@ -35,7 +36,7 @@ def _identities(out_dir):
     """Of the checkpoints, the best model and the lines of metrics."""
     found = {load_meta(out_dir, report=print)["run"], load_meta(out_dir / "best")["run"]}
     found |= {
-        files.read_manifest(path)["run"] for part in ("checkpoints", "best")
+        read_manifest(path)["run"] for part in ("checkpoints", "best")
         for path in (out_dir / part).iterdir()
     }  # fmt: skip
     return found | {record["run"] for record in read_records(out_dir / "metrics.jsonl")}

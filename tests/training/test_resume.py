@@ -12,13 +12,16 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tiny_run
 from jax_settings import jax_setting
 
 import dlm_jax.config as configs
+from dlm_jax.store import load_meta
 from dlm_jax.training.checks import check_same_run
 from dlm_jax.training.metrics import read_records
+from dlm_jax.training.run import config_of_run
 from dlm_jax.training.signals import StopRequest
 from dlm_jax.training.trainer import Trainer
 
@@ -96,8 +99,8 @@ def test_lines_of_metrics_beyond_the_checkpoint_are_dropped(tmp_path, whole):
 def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path, whole):
     out_dir = _copy_until(8, whole, tmp_path / "run")
     newest = out_dir / "checkpoints" / "step_00000008" / "state"
-    largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-1])
+    for path in newest.rglob("d/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     lines: list[str] = []
     started: list[int] = []
     take_step = Trainer.take_step
@@ -111,6 +114,22 @@ def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(t
     assert "damaged checkpoint" in lines[0]
     assert "using step 4 instead" in lines[0]
     _assert_same_run(out_dir, outcome, whole)
+
+
+def test_a_resumed_run_reads_its_arrays_once(tmp_path, whole, monkeypatch):
+    out_dir = _copy_until(20, whole, tmp_path / "run")
+    reads: list[str] = []
+    restore = ocp.PyTreeCheckpointHandler.restore
+
+    def counted(self, directory, args=None):
+        reads.append(directory.parent.name)
+        return restore(self, directory, args=args)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", counted)
+    assert config_of_run(out_dir).train.steps == STEPS
+    assert reads == []
+    _assert_same_run(out_dir, tiny_run.run(out_dir), whole)
+    assert reads == ["step_00000020"]
 
 
 @functools.cache
@@ -254,8 +273,7 @@ def test_waves_that_a_critic_learned_from_stay_and_others_may_change():
 
 
 def test_a_checkpoint_says_what_is_needed_to_go_on_and_to_sample(whole):
-    newest = whole[0] / "checkpoints" / f"step_{STEPS:08d}"
-    meta = json.loads((newest / "meta" / "metadata").read_text())
+    meta = load_meta(whole[0])
     assert meta["config"]["model"]["vocab_size"] > 0
     assert meta["config"]["sample"]["steps"] == 4
     assert meta["tokenizer"]
