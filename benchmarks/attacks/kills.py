@@ -128,7 +128,9 @@ def _unfinished(out_dir: Path) -> set[tuple[str, int]]:
     found: set[tuple[str, int]] = set()
     for part in ("checkpoints", "best"):
         with contextlib.suppress(OSError), os.scandir(out_dir / part) as entries:
-            found |= {(one.name, one.inode()) for one in entries if ".writing" in one.name}
+            found |= {
+                (one.name, one.inode()) for one in entries if ".orbax-checkpoint-tmp" in one.name
+            }
     return found
 
 

