@@ -453,14 +453,18 @@ class SubwordTokenizer(_OfFile):
         textless = empty | {*self._specials.values(), self._unknown_id}
         self.textless_ids = frozenset(id_ for id_ in textless if id_ is not None)
         decoder, learnt = str(backend.decoder), backend.get_vocab(with_added_tokens=False)
-        never = set(NEVER_IN_UTF8)
-        impossible = {
-            id_ for name, id_ in learnt.items() if never & set(_bytes_in(name, decoder) or b"")
-        }
+        impossible: set[int] = set()
+        if "ByteLevel" in decoder:
+            # In the byte-level alphabet, each of these bytes is the character with its number.
+            never = {chr(byte) for byte in NEVER_IN_UTF8}
+            impossible = {id_ for name, id_ in learnt.items() if not never.isdisjoint(name)}
+        elif "ByteFallback" in decoder:
+            names = (f"<0x{byte:02X}>" for byte in NEVER_IN_UTF8)
+            impossible = {learnt[name] for name in names if name in learnt}
         self.banned_ids = tuple(sorted((self.textless_ids | impossible) - {self.eos_id}))
         splitter, normalizer = data.get("pre_tokenizer") or {}, data.get("normalizer")
         has_bytes = '"ByteLevel"' in json.dumps([splitter, normalizer]) and all(
-            name in self._vocabulary for name, byte in _BYTE_OF.items() if byte not in never
+            name in self._vocabulary for name, byte in _BYTE_OF.items() if byte not in NEVER_IN_UTF8
         )
         is_total = has_bytes or model.get("byte_fallback") or self._unknown_id is not None
         self._may_drop = is_bpe and not is_total
@@ -644,6 +648,7 @@ class HubTokenizer(_OfFile):
     represent these tokens. The `mask_id` of a causal model without MASK is `NO_MASK`.
 
     Attributes:
+      banned_ids: MASK, PAD, BOS and ids without a token, but not EOS, which PAD or BOS can equal.
       special_names: names of MASK, PAD, BOS, EOS and of the tokens that the file declares special.
       textless_ids: the special tokens, which `decode` omits.
     """
@@ -664,21 +669,13 @@ class HubTokenizer(_OfFile):
         self._specials = [id_ for id_ in given if id_ not in (None, NO_MASK)]
         known = self._backend.get_vocab(with_added_tokens=True).values()
         self.vocab_size = 1 + max((*known, *self._specials))
+        empty = set(range(self.vocab_size)).difference(known)
+        self.banned_ids = tuple(sorted(empty.union(self._specials) - {self.eos_id}))
         declared = {id_: token.content for id_, token in self._added.items() if token.special}
         self.textless_ids = frozenset((*self._specials, *declared))
         names = map(self.token, self._specials)
         self.special_names = frozenset((*filter(None, names), *declared.values()))
         self._unknown_id = _unknown_id(self._backend, data["model"])
-
-    @cached_property
-    def banned_ids(self) -> tuple[int, ...]:
-        """Ids that samplers never propose, ascending: MASK, PAD, BOS and ids without a token.
-
-        PAD and BOS can be proposed if they equal EOS.
-        """
-        known = self._backend.get_vocab(with_added_tokens=True).values()
-        empty = set(range(self.vocab_size)).difference(known)
-        return tuple(sorted((empty | set(self._specials)) - {self.eos_id}))
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
