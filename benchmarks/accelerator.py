@@ -43,8 +43,8 @@ from dlm_jax.data import CharacterTokenizer
 from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.partitions import batch_sharding, make_mesh
 from dlm_jax.inference.model import Model
-from dlm_jax.model import attention
-from dlm_jax.model.attention import BesideClean, InBlocks, causal
+from dlm_jax.model import ops
+from dlm_jax.model.attention import BesideClean, InBlocks
 from dlm_jax.model.transformer import build
 from dlm_jax.randomness import key_of
 from dlm_jax.training.plan import lowered_step, model_flops
@@ -80,7 +80,7 @@ class Attention:
 
 MASKS: dict[str, Any] = {
     "bidirectional": None,
-    "causal": causal,
+    "causal": ops.causal,
     "blocks": InBlocks(BLOCK),
     "two streams": BesideClean(BLOCK, 4096),
 }
@@ -193,9 +193,9 @@ def attention_program(row: Attention) -> tuple[Any, Any]:
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array) -> jax.Array:
         if row.form == "kernel":
-            return attention.attention(q, k, v, length, may_see=may_see)
+            return ops.attention(q, k, v, length, may_see=may_see)
         is_live = jnp.ones(k.shape[:2], bool)
-        return attention.plain_attention(q, k, v, is_live, may_see=may_see)
+        return ops.plain_attention(q, k, v, is_live, may_see=may_see)
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, length: jax.Array) -> Any:
         y, pull = jax.vjp(lambda q, k, v: forward(q, k, v, length), q, k, v)
@@ -241,7 +241,7 @@ def _error(row: Attention, given: Any, found: Any) -> float:
 
     @jax.jit
     def exact(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> Any:
-        plain = functools.partial(attention.plain_attention, may_see=MASKS[row.mask])
+        plain = functools.partial(ops.plain_attention, may_see=MASKS[row.mask])
         with jax.default_matmul_precision("highest"):
             y, pull = jax.vjp(lambda q, k, v: plain(q, k, v, is_live), q, k, v)
             return (y, *pull(g))
