@@ -80,7 +80,7 @@ class Attention:
 
 MASKS: dict[str, Any] = {
     "bidirectional": None,
-    "causal": ops.ops.causal,
+    "causal": ops.causal,
     "blocks": InBlocks(BLOCK),
     "two streams": BesideClean(BLOCK, 4096),
 }

@@ -57,7 +57,7 @@ class RowPieces:
 
 @dataclass(frozen=True)
 class BesideGathered:
-    """Which keys the queries of a device attend to; a `dlm_jax.model.attention.MaySee`.
+    """Which keys the queries of a device attend to; a `dlm_jax.model.ops.MaySee`.
 
     The queries of a device are its noisy positions followed by its clean positions; those of all
     devices are concatenated. The keys are the clean positions of all devices, followed by the

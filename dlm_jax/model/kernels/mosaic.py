@@ -240,7 +240,7 @@ def mosaic_turned(
     epsilon: float,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes `dlm_jax.model.attention.turned`, ``[B, L, H, K]``, and stores every head apart.
+    """Computes `dlm_jax.model.ops.rotate_heads`, ``[B, L, H, K]``, and stores every head apart.
 
     Other programs would store the normalised heads in float32, and the halves of each.
 

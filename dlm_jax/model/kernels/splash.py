@@ -44,7 +44,7 @@ def splash_attention(
     saved: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
+    """Computes `dlm_jax.model.ops.attention`; each device computes its own rows and heads.
 
     Scores and sums are float32. Queries and keys are padded to multiples of 128. Rematerialisation
     may save the residuals under the name `saved`. With `interpret`, for tests, Pallas interprets

@@ -39,7 +39,7 @@ def triton_attention(
     saved: str | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes `dlm_jax.model.attention.attention`; each device computes its own rows and heads.
+    """Computes `dlm_jax.model.ops.attention`; each device computes its own rows and heads.
 
     Scores and sums are float32. Queries and keys are padded to multiples of `TILE`. `saved` and
     `interpret` are as in `dlm_jax.model.kernels.splash.splash_attention`.
