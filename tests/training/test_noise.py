@@ -11,7 +11,7 @@ import tiny_run
 import toy
 
 import dlm_jax
-from dlm_jax.config import Config, HeadsConfig, ModelConfig, ObjectiveConfig
+from dlm_jax.config import Config, HeadsConfig, ObjectiveConfig
 from dlm_jax.data import Setup
 from dlm_jax.diffusion.processes import Process, Shares, process_of
 from dlm_jax.heads.critic import CriticHead
@@ -116,24 +116,6 @@ def test_the_critic_is_asked_which_tokens_are_random():
     nats_BL = np.log1p(np.exp(np.where(is_wrong_BL, -logit_BL, logit_BL)))
     assert is_wrong_BL.sum() > 4
     assert float(loss.sum / loss.weight) == pytest.approx(nats_BL[is_live_BL].mean(), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        (
-            {
-                "model": ModelConfig(add_sampler_head=True),
-                "heads": HeadsConfig(sampler_trunk_share=0.5),
-            },
-            "is not supported with heads.sampler_trunk_share",
-        ),
-    ],
-)
-def test_what_reads_holes_is_refused_beside_another_process(changes, line):
-    with pytest.raises(ValueError, match="^objective.process='uniform' [^\n]+$") as refusal:
-        Config(objective=ObjectiveConfig(process="uniform"), **changes)
-    assert line in str(refusal.value)
 
 
 @pytest.mark.parametrize(
