@@ -23,7 +23,6 @@ from pathlib import Path
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax import devices
 from dlm_jax.cli.common import start_jax
 from dlm_jax.data import join_documents, read_documents, split_text
 from dlm_jax.inference.generate import generate
@@ -114,7 +113,6 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="for all runs")
     args = parser.parse_args()
     start_jax()
-    devices.keep_freed_memory()
     judge = None if args.judge is None else dlm_jax.load(args.judge)
     shared = dict(item.split("=", 1) for item in args.set)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in args.recipes}

@@ -35,12 +35,10 @@ def jax_functions(size: dict[str, int], activation: Any) -> tuple[Any, Any]:
     import jax.numpy as jnp
     import optax
 
-    from dlm_jax import devices
     from dlm_jax.config import ModelConfig
     from dlm_jax.distributed import compiler
     from dlm_jax.model.transformer import build
 
-    devices.keep_freed_memory()
     shape: dict[str, Any] = {name: size[name] for name in ("depth", "width", "heads")}
     network = build(ModelConfig(**shape, activation=activation, vocab_size=VOCAB_SIZE))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.1))

@@ -7,8 +7,6 @@ process. Functions that compile programs set the target devices with `used`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import sys
 from collections.abc import Iterator
 
 import jax
@@ -87,25 +85,6 @@ def mesh_in_use() -> AbstractMesh | None:
     if mesh.empty or mesh.size == 1 or mesh.manual_axes:
         return None
     return mesh
-
-
-def keep_freed_memory() -> bool:
-    """Makes the process retain freed memory instead of returning it to the kernel.
-
-    The result is True on success. XLA allocates all temporaries of a CPU program as one block,
-    which glibc maps and unmaps in every call. In a training step with 1M parameters, this causes
-    78,000 page faults, which take a quarter of the time. Call this function once, before the first
-    computation, in a program that trains on CPU. The whole process is affected, so libraries must
-    not call it. The function has no effect on other devices or without glibc.
-    """
-    if jax.default_backend() != "cpu" or not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    # malloc.h: M_ARENA_MAX=-8 (only the main heap can grow past 64 MiB), M_MMAP_MAX=-4,
-    # M_TRIM_THRESHOLD=-1 (value -1: never trim).
-    return all([mallopt(-8, 1), mallopt(-4, 0), mallopt(-1, -1)])
 
 
 def _mesh_of(place: Mesh | Sharding | None) -> AbstractMesh | None:

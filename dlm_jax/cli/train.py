@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 import dlm_jax.config as configs
-from dlm_jax import __version__, devices
+from dlm_jax import __version__
 from dlm_jax.cli.common import (
     Parser,
     add_host_flags,
@@ -111,7 +111,6 @@ def _emit_once(text: str, args: argparse.Namespace) -> None:
 
 def _train(config: Config, profile: tuple[int, int] | None, clock: WallClock) -> Outcome:
     with refusals():
-        devices.keep_freed_memory()
         run = prepare(config, report=say, clock=clock)
     with run.checkpoints:
         describe(run)
