@@ -67,7 +67,7 @@ def test_rms_norm_equals_the_plain_formula(shape):
 def test_rotate_equals_split_and_concatenate():
     angles = normal(1, 5, 3)
     inputs = normal(0, 2, 5, 4, 6), jnp.cos(angles), jnp.sin(angles)
-    assert_same_values_and_gradients(cpu.rotate, plain_rotate, *inputs)
+    assert_same_values_and_gradients(ops.rotate_heads, plain_rotate, *inputs)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -149,22 +149,22 @@ def test_sharded_rows_give_the_same_gradients():
 
 
 @pytest.mark.parametrize("depth", [1, 3, 17])
-def test_run_blocks_equals_a_python_loop(depth):
-    def block(x, w, context):
-        count, shift = context
-        return x + jnp.tanh(x @ w) * count.astype(x.dtype) + shift
+def test_scan_layers_equals_a_python_loop(depth):
+    shift = normal(2, 3, 4)
 
-    def loop(x, w, shift):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w) * 2 + shift
+
+    def loop(x, w):
         for i in range(depth):
-            x = block(x, w[i], (jnp.int32(2), shift))
+            x = layer(x, w[i])
         return x
 
     assert_same_values_and_gradients(
-        lambda x, w, shift: jax.jit(
-            lambda x, w, shift: cpu.run_blocks(block, x, w, (jnp.int32(2), shift))
-        )(x, w, shift),
+        jax.jit(lambda x, w: ops.scan_layers(layer, x, w)),
         loop,
-        *(normal(0, 3, 4), 0.3 * normal(1, depth, 4, 4), normal(2, 3, 4)),
+        normal(0, 3, 4),
+        0.3 * normal(1, depth, 4, 4),
         tolerance=1e-3,
     )
 
