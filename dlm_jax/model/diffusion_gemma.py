@@ -116,11 +116,11 @@ class DiffusionGemma(Trunk):
             return self.norm(params, x_BLD)
         sliding, full = stacks
 
-        def group(x_BLD: jax.Array, parts: tuple[Params, Params]) -> tuple[jax.Array, None]:
+        def group(x_BLD: jax.Array, parts: tuple[Params, Params]) -> jax.Array:
             x_BLD = run_all(Layers(self, sliding.name, parts[0]), x_BLD)
-            return run_all(Layers(self, full.name, parts[1]), x_BLD), None
+            return run_all(Layers(self, full.name, parts[1]), x_BLD)
 
-        return self.norm(params, jax.lax.scan(group, x_BLD, self._groups(stacks))[0])
+        return self.norm(params, ops.scan_layers(group, x_BLD, self._groups(stacks)))
 
     def functions(self) -> Network:
         """The `Network` of this trunk."""
@@ -146,7 +146,7 @@ class DiffusionGemma(Trunk):
         """`Network.signal`."""
         table_VD = params["embedding"].astype(self.config.compute_dtype)
         probs_NV = jax.nn.softmax(logits_NV, axis=-1).astype(table_VD.dtype)
-        vectors_ND = probs_NV @ table_VD
+        vectors_ND = ops.linear(probs_NV, table_VD)
         scale = self.config.width**0.5 if self.config.embedding_scaled else 1.0
         return vectors_ND * jnp.asarray(scale, vectors_ND.dtype)
 

@@ -45,8 +45,9 @@ _TRITON_SIZES = (16, 32, 64, 128)
 # With fewer queries, the TPU compiler computes products on the vector units.
 _LEAST_FOR_PRODUCTS = 8
 _LANES = 128
-# Layers that are unrolled in a decoding step; each takes a quarter of a second to compile.
-_LONGEST_UNROLLED_CACHE = 48
+# Layers that are unrolled in a training step and in a decoding step; each takes a quarter of a
+# second to compile.
+_LONGEST_UNROLLED, _LONGEST_UNROLLED_CACHE = 16, 48
 _FEW_ROWS = 8
 # Maximum number of scores that the plain formula stores at a time on one device.
 _MAX_SCORES = 2**28
@@ -57,11 +58,23 @@ def causal(query: Any, key: Any) -> Any:
     return key <= query
 
 
+def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
+    """``x @ kernel``, shape ``[..., F]``.
+
+    On CPUs, the leading axes are merged first, so that the kernel's gradient is one matrix product
+    that reads both operands in place.
+    """
+    if platform() != "cpu" or x.ndim < 3:
+        return x @ kernel_DF
+    y_NF = x.reshape(-1, x.shape[-1]) @ kernel_DF
+    return y_NF.reshape(*x.shape[:-1], kernel_DF.shape[-1])
+
+
 def linear_by_rows(x_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
     """``x @ table.T``, shape ``[N, V]``."""
     if platform() == "cpu" and cpu.splits_table(x_ND, table_VD):
         return cpu.linear_by_rows(x_ND, table_VD)
-    return x_ND @ table_VD.T
+    return linear(x_ND, table_VD.T)
 
 
 def is_gpu() -> bool:
@@ -79,6 +92,20 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
     form = cpu.rms_norm if platform() == "cpu" else cpu.rms_norm_formula
     y: jax.Array = form(x.astype(jnp.float32), scale, epsilon)
     return y.astype(x.dtype)
+
+
+def scan_layers(
+    layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: Any
+) -> jax.Array:
+    """``x = layer(x, parameters)`` for each of the stacked parameters, in one `jax.lax.scan`.
+
+    On CPUs, the loop is unrolled if it is differentiated and short, because a scan copies the
+    values for the backward pass into a stack and back.
+    """
+    with jax.named_scope("layers"):
+        if platform() == "cpu" and jax.tree.leaves(layers)[0].shape[0] <= _LONGEST_UNROLLED:
+            return cpu.unrolled_scan(layer, x, layers)
+        return jax.lax.scan(lambda x, params: (layer(x, params), None), x, layers)[0]
 
 
 def unrolls_cache(num_layers: int) -> bool:
@@ -294,13 +321,18 @@ def _rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Arra
     """Rotated heads, computed in float32 and returned in the input's dtype.
 
     Dimensions ``i`` and ``i + K/2`` form a pair (half rotation). The angles are ``[L, K/2]``, or
-    ``[B, L, K/2]`` if positions differ between rows.
+    ``[B, L, K/2]`` if positions differ between rows. On CPUs, the halves are swapped by reversing
+    an axis of size 2: a concatenation, fused into a loop, would add a branch per element.
     """
     cos, sin = ((x if x.ndim == 3 else x[None])[:, :, None, :] for x in (cos_LK, sin_LK))
     x = x_BLHK.astype(jnp.float32)
-    first, second = jnp.split(x, 2, axis=-1)
-    halves = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(halves, axis=-1).astype(x_BLHK.dtype)
+    if platform() != "cpu":
+        first, second = jnp.split(x, 2, axis=-1)
+        halves = [first * cos - second * sin, second * cos + first * sin]
+        return jnp.concatenate(halves, axis=-1).astype(x_BLHK.dtype)
+    pairs = x.reshape(*x.shape[:-1], 2, -1)
+    swapped = jax.lax.rev(pairs, (3,)) * jnp.stack([-sin, sin], axis=-2)
+    return (pairs * cos[..., None, :] + swapped).reshape(x.shape).astype(x_BLHK.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.distributed.partitions import map_named, named_leaves
+from dlm_jax.model import ops
 from dlm_jax.pytree import pytree
 from dlm_jax.settings import SettingError, nearest
 from dlm_jax.types import LAYERS, Params
@@ -58,7 +59,7 @@ def quantized_kernel(kernel: jax.Array, is_dynamic: bool = False) -> Quantized:
 def product(x: jax.Array, kernel: jax.Array | Quantized) -> jax.Array:
     """``x @ kernel`` in the dtype of `x`, shape ``[..., F]``."""
     if not isinstance(kernel, Quantized):
-        return x @ kernel.astype(x.dtype)
+        return ops.linear(x, kernel.astype(x.dtype))
 
     def sums(x: jax.Array, values_DF: jax.Array, dtype: Any) -> jax.Array:
         contracted = (((x.ndim - 1,), (0,)), ((), ()))

@@ -107,7 +107,7 @@ class Trunk:
         if self.config.tied_head:
             table_VD = params["embedding"].astype(hidden_ND.dtype)
             return self.capped(ops.linear_by_rows(hidden_ND, table_VD))
-        return self.capped(hidden_ND @ params["head"]["kernel"].astype(hidden_ND.dtype))
+        return self.capped(ops.linear(hidden_ND, params["head"]["kernel"].astype(hidden_ND.dtype)))
 
     def logits_of(self, params: Params, hidden_ND: jax.Array, ids_NK: jax.Array) -> jax.Array:
         """`Network.logits_of`."""
@@ -148,10 +148,12 @@ class Layers:
         return self.trunk.module(self.name, applied(params, self.trunk.config))
 
     def scan(self, run: Callable[[Any, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        """``for block in self: x = run(block, x)`` in one loop, rematerialised."""
+        """``for block in self: x = run(block, x)`` in one loop, rematerialised by ``model.remat``.
+
+        `run` may close over arrays without a gradient.
+        """
         layer = rematerialised(lambda x, params, _: run(self.block(params), x), self.trunk.config)
-        with jax.named_scope("layers"):
-            return jax.lax.scan(lambda x, params: (layer(x, params, None), None), x, self.params)[0]
+        return ops.scan_layers(lambda x, params: layer(x, params, None), x, self.params)
 
 
 class _Parameters(nnx.Module):

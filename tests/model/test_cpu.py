@@ -47,6 +47,12 @@ def assert_same_values_and_gradients(fast, plain, *inputs, tolerance=2e-5):
         np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (3, 5, 7), (2, 3, 1, 7)])
+def test_linear_equals_the_plain_product(shape):
+    inputs = normal(0, *shape), normal(1, 7, 11)
+    assert_same_values_and_gradients(ops.linear, lambda x, w: x @ w, *inputs)
+
+
 @pytest.mark.parametrize("shape", [(5, 7), (3, 5, 7), (2, 3, 4, 7)])
 def test_rms_norm_equals_the_plain_formula(shape):
     scale = normal(1, *(1,) * (len(shape) - 1), 7)
@@ -129,7 +135,7 @@ def test_sharded_rows_give_the_same_gradients():
     x, kernel, length_B = normal(0, 8, 6, 12), normal(1, 12, 12), jnp.full(8, 6)
 
     def loss(x, kernel):
-        heads = (x @ kernel).reshape(8, 6, 4, 3)
+        heads = ops.linear(x, kernel).reshape(8, 6, 4, 3)
         y = ops.attention(heads, heads, heads, length_B)
         return jnp.sum(ops.rms_norm(y, jnp.ones((1, 1, 1, 3)), epsilon=1e-5) ** 3)
 
@@ -140,6 +146,27 @@ def test_sharded_rows_give_the_same_gradients():
     )
     for mine, theirs in zip(sharded, g(x, kernel), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 17])
+def test_scan_layers_equals_a_python_loop(depth):
+    shift = normal(2, 3, 4)
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w) * 2 + shift
+
+    def loop(x, w):
+        for i in range(depth):
+            x = layer(x, w[i])
+        return x
+
+    assert_same_values_and_gradients(
+        jax.jit(lambda x, w: ops.scan_layers(layer, x, w)),
+        loop,
+        normal(0, 3, 4),
+        0.3 * normal(1, depth, 4, 4),
+        tolerance=1e-3,
+    )
 
 
 @pytest.mark.parametrize(("size", "is_even"), [(3 * 4099, True), (2500, True), (10007, False)])

@@ -23,6 +23,7 @@ from dlm_jax.config import MeshConfig, TrainConfig
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.inference import model as models
 from dlm_jax.inference.request import make_requests
+from dlm_jax.model import ops
 from dlm_jax.model.lora import merged
 from dlm_jax.model.quantized import (
     KINDS,
@@ -167,7 +168,7 @@ def test_a_float_matrix_has_the_program_of_before():
     x, kernel = jnp.ones((2, 3, 4), jnp.bfloat16), jnp.ones((4, 5))
 
     def before(x, kernel):
-        return x @ kernel.astype(x.dtype)
+        return ops.linear(x, kernel.astype(x.dtype))
 
     assert str(jax.make_jaxpr(product)(x, kernel)) == str(jax.make_jaxpr(before)(x, kernel))
 

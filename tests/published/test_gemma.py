@@ -20,6 +20,7 @@ from dlm_jax.cli import sample
 from dlm_jax.config import ModelConfig, ObjectiveConfig
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.slots import Bucket
+from dlm_jax.model import ops
 from dlm_jax.model.transformer import build
 from dlm_jax.published.families import family_for
 from dlm_jax.randomness import key_of
@@ -171,10 +172,28 @@ def test_a_row_of_noise_alone_is_what_the_trunk_takes_it_for(both, forward):
     np.testing.assert_allclose(hidden, found, atol=2e-5)
 
 
-def test_one_layer_of_each_stack_is_traced(both):
+def test_accelerators_trace_one_layer_of_each_stack_and_compute_the_same(
+    both, forward, monkeypatch
+):
     model = both[2]
-    given = model.params, np.zeros((2, LONGEST), np.int32), np.array([3, 7]), np.array([3, 7])
-    assert str(jax.make_jaxpr(model.network.behind)(*given)).count("top_k") == 2
+    prompts, canvases = _rows((3, 7))
+    wanted = np.asarray(forward(prompts, canvases))
+    rows = [np.concatenate(pair) for pair in zip(prompts, canvases, strict=True)]
+    tokens = np.zeros((2, LONGEST), np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    given = model.params, tokens, np.array([len(x) for x in rows]), np.array([3, 7])
+
+    def trace():
+        return jax.jit(lambda *args: model.network.behind(*args)).trace(*given)
+
+    assert str(trace().jaxpr).count("top_k") == 2
+    monkeypatch.setattr(ops, "platform", lambda: "tpu")
+    traced = trace()
+    assert str(traced.jaxpr).count("top_k") == 2
+    found = np.asarray(traced.lower().compile()(*given))
+    for row, ids in enumerate(rows):
+        np.testing.assert_allclose(found[row, : len(ids)], wanted[row, : len(ids)], atol=2e-5)
 
 
 def test_loading_exporting_and_loading_is_the_identity(both, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,3 +146,29 @@ def _attend_backward(residuals, g_BGNK):
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def unrolled_scan(layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: Any) -> Any:
+    """``x = layer(x, parameters)`` for each layer, unrolled if it is differentiated.
+
+    `layer` may close over values without a gradient.
+    """
+    return _scan(layer, x, layers, unroll=1)
+
+
+def _scan(layer: Any, x: jax.Array, layers: Any, *, unroll: int) -> jax.Array:
+    return lax.scan(lambda x, params: (layer(x, params), None), x, layers, unroll=unroll)[0]
+
+
+def _unrolled_scan_forward(layer, x, layers):
+    depth = jax.tree.leaves(layers)[0].shape[0]
+    return jax.vjp(functools.partial(_scan, layer, unroll=depth), x, layers)
+
+
+def _unrolled_scan_backward(layer, pull_back, g):
+    del layer
+    return pull_back(g)
+
+
+unrolled_scan.defvjp(_unrolled_scan_forward, _unrolled_scan_backward)
