@@ -40,12 +40,12 @@ from benchmarks.pods import Row, config_of
 from benchmarks.sampling_pods import Step
 from dlm_jax.config import MeshConfig
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed.partitions import batch_sharding, make_mesh
 from dlm_jax.inference.model import Model
 from dlm_jax.model import ops
 from dlm_jax.model.attention import BesideClean, InBlocks
 from dlm_jax.model.transformer import build
+from dlm_jax.objectives.objective import Batch
 from dlm_jax.randomness import key_of
 from dlm_jax.training.plan import lower_step, model_flops, planned_task
 from dlm_jax.training.tasks import Task

@@ -43,7 +43,7 @@ import numpy as np  # noqa: E402
 import dlm_jax  # noqa: E402
 from dlm_jax.contrib.edits import Lead  # noqa: E402
 from dlm_jax.contrib.speculative import Speculative  # noqa: E402
-from dlm_jax.published import llada, qwen  # noqa: E402
+from dlm_jax.hf import llada, qwen  # noqa: E402
 
 Settings = dict[str, Any]
 _RANDOM: Settings = {"order": "random", "fill": "parallel"}

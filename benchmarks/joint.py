@@ -29,7 +29,7 @@ import dlm_jax
 from benchmarks import markov
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SamplingParams
-from dlm_jax.diffusion.corruption import LINEAR
+from dlm_jax.objectives.corruption import LINEAR
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.positions import chunk_size
 from dlm_jax.sampling.program import Program

@@ -37,11 +37,11 @@ from dlm_jax.contrib.pod_costs import Mode, cost, torus_of
 from dlm_jax.data import Tokenizer
 from dlm_jax.distributed.mesh import CHIPS, topology_devices
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
+from dlm_jax.hf import gemma, llada
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.slots import Bucket, compiled_loop
 from dlm_jax.model.transformer import build
-from dlm_jax.published import gemma, llada
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance, start
 

@@ -44,9 +44,9 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.config import MeshConfig
 from dlm_jax.data import load_corpus, validation_windows
 from dlm_jax.distributed.partitions import make_mesh
+from dlm_jax.hf import read_shape
 from dlm_jax.inference.scoring import score_rows
 from dlm_jax.model.transformer import build
-from dlm_jax.published import read_shape
 from dlm_jax.training.metrics import METRICS, peak_flops, read_records
 from dlm_jax.training.plan import lines, model_flops, plan
 

@@ -30,7 +30,7 @@ import dlm_jax
 from dlm_jax.data import HubTokenizer
 from dlm_jax.data.shard import ShardingJob, make_shards
 from dlm_jax.data.shards import INDEX_NAME
-from dlm_jax.published import read_shape
+from dlm_jax.hf import read_shape
 
 MEBIBYTE = 2**20
 PACKAGES = (

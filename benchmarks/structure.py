@@ -29,9 +29,9 @@ PAGE = 60
 SLOTS = ("transforms", "propose", "commit", "remask", "edits")
 TABLES = (
     "dlm_jax.training.tasks.objectives",
-    "dlm_jax.diffusion.processes.PROCESSES",
+    "dlm_jax.objectives.processes.PROCESSES",
     "dlm_jax.heads.HEADS",
-    "dlm_jax.published.families.FAMILIES",
+    "dlm_jax.hf.families.FAMILIES",
 )
 """Tables of rules outside `SLOTS`."""
 CHANGES = {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlm_jax.config import MeshConfig as MeshConfig
     from dlm_jax.config import SamplingParams as SamplingParams
+    from dlm_jax.hf.hub import push_to_hub as push_to_hub
     from dlm_jax.inference.candidates import Candidates as Candidates
     from dlm_jax.inference.engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.engine import Engine as Engine
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from dlm_jax.inference.scoring import score as score
     from dlm_jax.inference.token_logprobs import DecodingRow as DecodingRow
     from dlm_jax.inference.token_logprobs import order_logprobs as order_logprobs
-    from dlm_jax.published.hub import push_to_hub as push_to_hub
     from dlm_jax.sampling.commit import CommitRule as CommitRule
     from dlm_jax.sampling.commit import Threshold as Threshold
     from dlm_jax.sampling.commit import certain as certain

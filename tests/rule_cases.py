@@ -17,8 +17,8 @@ from canvases import Row
 from jax.sharding import NamedSharding
 
 from dlm_jax.config import SamplingParams
-from dlm_jax.diffusion.corruption import LINEAR
-from dlm_jax.diffusion.processes import Uniform
+from dlm_jax.objectives.corruption import LINEAR
+from dlm_jax.objectives.processes import Uniform
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.params import params_of

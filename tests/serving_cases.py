@@ -13,9 +13,9 @@ import openai
 import toy_model
 
 from dlm_jax.config import SamplingParams
+from dlm_jax.hf import TextTemplate
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.published import TextTemplate
 from dlm_jax.serving.app import Options, make_app
 from dlm_jax.serving.http import Server, listening
 from dlm_jax.serving.protocol import Limits

@@ -19,11 +19,11 @@ from dlm_jax.config import (
     TrainConfig,
 )
 from dlm_jax.data import Setup
-from dlm_jax.diffusion.corruption import LINEAR
-from dlm_jax.diffusion.objectives import Batch, Mixture, denoising, elbo
 from dlm_jax.distributed.partitions import make_mesh, path_name
 from dlm_jax.heads import HEADS, MAIN, Head
 from dlm_jax.model.transformer import build
+from dlm_jax.objectives.corruption import LINEAR
+from dlm_jax.objectives.objective import Batch, Mixture, denoising, elbo
 from dlm_jax.training.train_step import Stage, StageLoss
 from dlm_jax.types import Network
 

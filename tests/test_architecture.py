@@ -20,9 +20,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Every room, and those it may import besides itself: only such as stand above it here.
 _LEAVES = {"types", "settings", "pytree", "devices", "progress", "randomness", "moved"}
-_PURE = {*_LEAVES, "structured", "sampling", "config", "distributed", "diffusion", "heads"}
+_PURE = {*_LEAVES, "structured", "sampling", "config", "distributed", "objectives", "heads"}
 _CORE = {*_PURE, "model", "store", "data"}
-_LIBRARY = {*_CORE, "published"}
+_LIBRARY = {*_CORE, "hf"}
 MAY_IMPORT = {
     "types": set(),
     "devices": set(),
@@ -35,12 +35,12 @@ MAY_IMPORT = {
     "sampling": {*_LEAVES, "structured"},
     "config": {"settings", "moved", "sampling"},
     "distributed": {*_LEAVES, "config"},
-    "diffusion": {*_LEAVES, "config", "distributed"},
-    "heads": {*_LEAVES, "sampling", "config", "distributed", "diffusion"},
+    "objectives": {*_LEAVES, "config", "distributed"},
+    "heads": {*_LEAVES, "sampling", "config", "distributed", "objectives"},
     "model": {*_LEAVES, "config", "distributed", "heads"},
     "store": {*_LEAVES, "distributed"},
     "data": {*_LEAVES, "store", "config"},
-    "published": _CORE,
+    "hf": _CORE,
     "inference": _LIBRARY,
     "training": _LIBRARY,
     "__init__": {*_LIBRARY, "training", "inference"},
@@ -62,7 +62,7 @@ MAY_IMPORT = {
         "settings",
         "sampling",
         "distributed",
-        "diffusion",
+        "objectives",
         "config",
         "training",
         "__init__",

@@ -20,7 +20,7 @@ from dlm_jax.data import TokenShards, load_corpus, make_tokenizer, shard, train_
 from dlm_jax.data.pipeline import is_intact
 from dlm_jax.store import load_params, load_weights, save_weights
 from dlm_jax.training.checks import check_same_run
-from dlm_jax.training.run import config_of_run
+from dlm_jax.training.resume import config_of_run
 
 _FLIPS = 200
 Read = Callable[[], Any]

@@ -35,8 +35,8 @@ import toy_model  # noqa: E402
 
 from dlm_jax.batch.request_file import Line, RequestFile  # noqa: E402
 from dlm_jax.batch.runner import run_requests  # noqa: E402
+from dlm_jax.hf import chat  # noqa: E402
 from dlm_jax.model.transformer import build  # noqa: E402
-from dlm_jax.published import chat  # noqa: E402
 from dlm_jax.sampling.rules import BUILT_IN  # noqa: E402
 from dlm_jax.settings import ABOVE_ZERO, FINITE, INT_LIMIT, Setting  # noqa: E402
 

@@ -34,7 +34,6 @@ from dlm_jax.config import parse_flags
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.pipeline import Columns
 from dlm_jax.data.text import JSON_LINES, NAMED, Document, is_json, is_json_lines, read_jsonl
-from dlm_jax.diffusion.likelihood import first_scored, plus_minus
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.scoring import (
     MOST_AT_ONCE,
@@ -42,6 +41,7 @@ from dlm_jax.inference.scoring import (
     score,
     score_rows,
 )
+from dlm_jax.objectives.likelihood import first_scored, plus_minus
 from dlm_jax.store.files import check_regular
 from dlm_jax.store.weights import SUFFIX
 

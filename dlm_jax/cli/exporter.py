@@ -18,7 +18,7 @@ import dlm_jax.config as configs
 from dlm_jax.cli.common import Parser, start_jax
 from dlm_jax.cli.ends import End, program, refusals
 from dlm_jax.config import parse_flags
-from dlm_jax.published import KEPT
+from dlm_jax.hf import KEPT
 from dlm_jax.store import load_params, save_weights
 
 

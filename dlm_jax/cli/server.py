@@ -45,10 +45,10 @@ from dlm_jax.cli.common import (
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
 from dlm_jax.config import layered, parse_flags, sample_settings
 from dlm_jax.data import HubTokenizer
+from dlm_jax.hf import ChatTemplate, TextTemplate, check_template, hub_id
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.request import settings_of_call
-from dlm_jax.published import ChatTemplate, TextTemplate, check_template, hub_id
 from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.rules import with_rules
 from dlm_jax.settings import Rule, nearest

@@ -35,7 +35,7 @@ from dlm_jax.inference.model import Model, untrained_heads
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
 from dlm_jax.training.metrics import METRICS, PICTURE, WallClock, plot_run, read_records
 from dlm_jax.training.plan import dry_run, lines
-from dlm_jax.training.run import config_of_run
+from dlm_jax.training.resume import config_of_run
 from dlm_jax.training.train_step import TrainState
 
 NUM_SAMPLES = 3

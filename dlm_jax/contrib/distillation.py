@@ -42,8 +42,8 @@ import jax.numpy as jnp
 import dlm_jax.config
 from dlm_jax import Network, load
 from dlm_jax.contrib import loops
-from dlm_jax.diffusion.corruption import mask_independently, stratified_times
-from dlm_jax.diffusion.losses import Loss, at_positions, divergence, read_out
+from dlm_jax.objectives.corruption import mask_independently, stratified_times
+from dlm_jax.objectives.losses import Loss, at_positions, divergence, read_out
 from dlm_jax.sampling.rule_tools import key_of
 from dlm_jax.settings import require
 from dlm_jax.training import Batch, problem

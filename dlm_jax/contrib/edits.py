@@ -18,7 +18,7 @@ def leads(context: EditContext) -> jax.Array:
     token equals the right neighbour, which indicates a deletion. A high score at position 0 means
     that the model predicts a different first token. Unlike `gap_scores`, this score is low where
     the model is merely uncertain, and it selects only one of the two gaps next to a wrong token.
-    The score requires models trained on misprinted text (`dlm_jax.diffusion.objectives`), which
+    The score requires models trained on misprinted text (`dlm_jax.objectives.objective`), which
     predict the correct token at each position.
     """
     assert context.best_BL is not None

@@ -80,7 +80,7 @@ class Corpus:
 
 
 class TurnEncoder(Protocol):
-    """A chat template (`dlm_jax.published.ChatTemplate`), which writes conversations."""
+    """A chat template (`dlm_jax.hf.ChatTemplate`), which writes conversations."""
 
     @property
     def source(self) -> str:

@@ -28,8 +28,6 @@ import numpy as np
 from dlm_jax.config import layered
 from dlm_jax.data import HubTokenizer
 from dlm_jax.devices import platform
-from dlm_jax.diffusion.likelihood import bound_at, causal_costs
-from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model, load
 from dlm_jax.inference.reader import TextReader
@@ -37,6 +35,8 @@ from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scoring import compiled
 from dlm_jax.inference.token_logprobs import DecodingRow, order_logprobs
+from dlm_jax.objectives.likelihood import bound_at, causal_costs
+from dlm_jax.objectives.objective import Batch
 from dlm_jax.sampling.positions import group_size
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params, Status

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.diffusion.losses import Loss
-from dlm_jax.diffusion.objectives import Drawn
-from dlm_jax.diffusion.processes import noise_process
 from dlm_jax.distributed.partitions import ROWS
 from dlm_jax.heads.head import BuiltInHead, Head
+from dlm_jax.objectives.losses import Loss
+from dlm_jax.objectives.objective import Drawn
+from dlm_jax.objectives.processes import noise_process
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.propose import parallel_fill, wavefront_fill
 from dlm_jax.sampling.rules import AUTO

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.diffusion.losses import Loss
-from dlm_jax.diffusion.objectives import Drawn
+from dlm_jax.objectives.losses import Loss
+from dlm_jax.objectives.objective import Drawn
 from dlm_jax.types import Network, Params
 
 if TYPE_CHECKING:  # sampling does not need optax

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.config import HeadsConfig, ModelConfig
-from dlm_jax.diffusion.losses import Loss, divergence, hidden_of, nll, read_out
-from dlm_jax.diffusion.objectives import Drawn
-from dlm_jax.diffusion.processes import noise_process
 from dlm_jax.heads.head import BuiltInHead, Head
+from dlm_jax.objectives.losses import Loss, divergence, hidden_of, nll, read_out
+from dlm_jax.objectives.objective import Drawn
+from dlm_jax.objectives.processes import noise_process
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params

@@ -26,8 +26,6 @@ from dlm_jax.data import (
     noise_ids,
     prefix_of,
 )
-from dlm_jax.diffusion.corruption import SCHEDULES, Schedule
-from dlm_jax.diffusion.processes import Process, noise_process
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import (
     axes_of,
@@ -37,10 +35,7 @@ from dlm_jax.distributed.partitions import (
     undeclared,
 )
 from dlm_jax.heads import HEADS
-from dlm_jax.model.lora import merged
-from dlm_jax.model.quantized import check_kind, is_quantized, quantized, quantizer
-from dlm_jax.model.transformer import build
-from dlm_jax.published import (
+from dlm_jax.hf import (
     ChatTemplate,
     chat_of,
     fetched,
@@ -50,6 +45,11 @@ from dlm_jax.published import (
     restored,
     write_published,
 )
+from dlm_jax.model.lora import merged
+from dlm_jax.model.quantized import check_kind, is_quantized, quantized, quantizer
+from dlm_jax.model.transformer import build
+from dlm_jax.objectives.corruption import SCHEDULES, Schedule
+from dlm_jax.objectives.processes import Process, noise_process
 from dlm_jax.randomness import check_settings, key_of
 from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.positions import chunk_size

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax import devices
-from dlm_jax.diffusion.likelihood import Costs, costs, half_width, num_scored, ratio_and_error
-from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
+from dlm_jax.objectives.likelihood import Costs, costs, half_width, num_scored, ratio_and_error
+from dlm_jax.objectives.objective import Batch
 from dlm_jax.randomness import key_of
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Network

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.diffusion.losses import unpredicted
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.scoring import compiled
+from dlm_jax.objectives.losses import unpredicted
 from dlm_jax.sampling import positions
 from dlm_jax.types import Network, Params
 

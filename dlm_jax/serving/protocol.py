@@ -25,6 +25,7 @@ from pydantic import Field
 
 from dlm_jax.config import layered
 from dlm_jax.data import Tokenizer, bytes_of
+from dlm_jax.hf.chat import RESERVED
 from dlm_jax.inference import token_logprobs
 from dlm_jax.inference.candidates import Written
 from dlm_jax.inference.model import Model
@@ -38,7 +39,6 @@ from dlm_jax.inference.request import (
     structured,
 )
 from dlm_jax.inference.results import Row
-from dlm_jax.published.chat import RESERVED
 from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.rules import BUILT_IN, with_rules
 from dlm_jax.serving import tools

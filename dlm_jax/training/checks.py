@@ -14,8 +14,8 @@ import optax
 
 import dlm_jax.config as configs
 from dlm_jax.config import FREE, Config
-from dlm_jax.diffusion.processes import noise_process
 from dlm_jax.heads import HEADS
+from dlm_jax.objectives.processes import noise_process
 from dlm_jax.randomness import settings
 from dlm_jax.settings import require
 from dlm_jax.store.files import program_facts, write_whole

@@ -15,8 +15,8 @@ import dlm_jax.config as configs
 from dlm_jax import devices
 from dlm_jax.config import Config
 from dlm_jax.data import Corpus, Setup, train_batches
-from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.heads import Head
+from dlm_jax.objectives.objective import Batch
 from dlm_jax.store import save_weights
 from dlm_jax.training.init_from import load_initial_params
 from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, Task, make_task

@@ -26,8 +26,7 @@ from dlm_jax.data.corpus import MakeTokenizer
 from dlm_jax.distributed.mesh import require_room
 from dlm_jax.distributed.partitions import map_named, named_leaves
 from dlm_jax.distributed.processes import on_first_process
-from dlm_jax.model.lora import GROUP, MASK_ROW
-from dlm_jax.published import (
+from dlm_jax.hf import (
     KEPT,
     UNPUBLISHED,
     ChatTemplate,
@@ -40,11 +39,12 @@ from dlm_jax.published import (
     read_shape,
     saved_chat,
 )
+from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.settings import SettingError, require
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.checkpoints import LocalCheckpoints
 from dlm_jax.store.weights import path_of_model
-from dlm_jax.training.run import _continued, checkpoints_of
+from dlm_jax.training.resume import checkpoints_of, restore_run
 from dlm_jax.training.tasks import Task
 from dlm_jax.training.train_step import TrainState
 from dlm_jax.types import Params
@@ -213,7 +213,7 @@ def resume_or_init(
       local: checkpoints on the disk of this host; None if unset.
       report: called with one-line messages.
     """
-    if resumed := _continued(task, meta, checkpoints, local, report):
+    if resumed := restore_run(task, meta, checkpoints, local, report):
         return resumed
     config, source = task.setup.config, _local_path(task.setup.config)
     meta["run"] = on_first_process(lambda: secrets.token_hex(8))

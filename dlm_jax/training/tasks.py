@@ -15,10 +15,13 @@ from jax.sharding import Mesh
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.data import Setup
-from dlm_jax.diffusion.canvas_denoising import canvas_denoising
-from dlm_jax.diffusion.corruption import SCHEDULES
-from dlm_jax.diffusion.likelihood import costs, half_width, plus_minus, ratio_and_error
-from dlm_jax.diffusion.objectives import (
+from dlm_jax.distributed.partitions import axes_of
+from dlm_jax.heads import HEADS, MAIN, Head
+from dlm_jax.model.transformer import build
+from dlm_jax.objectives.canvas_denoising import canvas_denoising
+from dlm_jax.objectives.corruption import SCHEDULES
+from dlm_jax.objectives.likelihood import costs, half_width, plus_minus, ratio_and_error
+from dlm_jax.objectives.objective import (
     Batch,
     Drawn,
     Mixture,
@@ -29,10 +32,7 @@ from dlm_jax.diffusion.objectives import (
     process_elbo,
     proofreading,
 )
-from dlm_jax.diffusion.processes import checked, noise_process
-from dlm_jax.distributed.partitions import axes_of
-from dlm_jax.heads import HEADS, MAIN, Head
-from dlm_jax.model.transformer import build
+from dlm_jax.objectives.processes import checked, noise_process
 from dlm_jax.settings import SettingError
 from dlm_jax.training.optimisers import (
     Rates,

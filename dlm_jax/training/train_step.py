@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.config import Config
-from dlm_jax.diffusion.losses import Loss, cross_entropy, hidden_of
-from dlm_jax.diffusion.objectives import Batch, Drawn, Mixture
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import ROWS, axes_of, batch_sharding, shardings
 from dlm_jax.heads import MAIN, Head, Stage
 from dlm_jax.model.lora import GROUP
+from dlm_jax.objectives.losses import Loss, cross_entropy, hidden_of
+from dlm_jax.objectives.objective import Batch, Drawn, Mixture
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.positions import returned
 from dlm_jax.types import Network, Params

@@ -33,8 +33,6 @@ from tqdm import tqdm
 import dlm_jax.config as configs
 from dlm_jax.config import Config
 from dlm_jax.data import Corpus, Setup, train_batches, validation_windows
-from dlm_jax.diffusion.likelihood import num_scored
-from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.mesh import require_working_room
 from dlm_jax.distributed.partitions import (
@@ -45,6 +43,8 @@ from dlm_jax.distributed.partitions import (
 )
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.heads import MAIN, Head, Stage
+from dlm_jax.objectives.likelihood import num_scored
+from dlm_jax.objectives.objective import Batch
 from dlm_jax.progress import Progress, waiting
 from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.settings import SettingError
@@ -87,7 +87,7 @@ from dlm_jax.training.plan import (
     model_flops,
     state_bytes,
 )
-from dlm_jax.training.run import Best, _acquire, _local_of, _lock_those_there, checkpoints_of
+from dlm_jax.training.resume import Best, acquire, checkpoints_of, local_checkpoints, lock_existing
 from dlm_jax.training.signals import stop_on_signals
 from dlm_jax.training.tasks import (
     MakeHead,
@@ -317,8 +317,8 @@ def prepare(
         undo.callback(checkpoints.close)
         checkpoints.when_closed.callback(lock.release)
         places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
-        local = _local_of(config, checkpoints, report)
-        has_saved = on_first_process(lambda: _lock_those_there(lock, places) or checkpoints.steps())
+        local = local_checkpoints(config, checkpoints, report)
+        has_saved = on_first_process(lambda: lock_existing(lock, places) or checkpoints.steps())
         shared = checkpoints if has_saved else None
         state, saved = resume_or_init(task, meta, init_key, shared, local, report=report)
         jax.block_until_ready(state)
@@ -336,7 +336,7 @@ def prepare(
         make_directory("train.out_dir", out_dir)
         step = int(state.step)
         if step < config.train.steps:
-            on_first_process(lambda: _acquire(lock, places, is_new=not saved))
+            on_first_process(lambda: acquire(lock, places, is_new=not saved))
             best.begin()
             on_first_process(lambda: write_config(given, out_dir))
         undo.pop_all()

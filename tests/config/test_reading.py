@@ -5,9 +5,9 @@ import pytest
 
 import dlm_jax.config as configs
 from dlm_jax.config import Config
-from dlm_jax.diffusion.corruption import SCHEDULES
+from dlm_jax.hf import UNPUBLISHED
 from dlm_jax.inference.model import load
-from dlm_jax.published import UNPUBLISHED
+from dlm_jax.objectives.corruption import SCHEDULES
 from dlm_jax.training.checks import LOCAL, ONCE_SAVED
 
 ROOT = Path(__file__).parents[2]

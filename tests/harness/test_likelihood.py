@@ -13,10 +13,10 @@ import toy
 import toy_model
 from oracles.likelihood import order_log_probs
 
-from dlm_jax.diffusion.likelihood import bound_at, causal_nll
-from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.harness.lm import Evaluated, Likelihoods, Pair, masks_of, pair_of, windows_of
 from dlm_jax.model.transformer import build
+from dlm_jax.objectives.likelihood import bound_at, causal_nll
+from dlm_jax.objectives.objective import Batch
 
 MODEL = toy_model.MODEL
 REQUESTS = [

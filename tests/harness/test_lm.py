@@ -11,13 +11,13 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.config import SamplingParams
-from dlm_jax.diffusion.likelihood import bound_at
-from dlm_jax.diffusion.objectives import Batch
 from dlm_jax.harness.lm import Evaluated, masks_of, pair_of
 from dlm_jax.harness.tasks.shipped import rows
+from dlm_jax.hf import ChatTemplate, TextTemplate
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
-from dlm_jax.published import ChatTemplate, TextTemplate
+from dlm_jax.objectives.likelihood import bound_at
+from dlm_jax.objectives.objective import Batch
 
 MODEL = dataclasses.replace(
     toy_model.MODEL,

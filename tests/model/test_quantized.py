@@ -273,7 +273,7 @@ def test_what_has_no_rule_is_refused_by_name(kind, network, message):
 
 def test_experts_are_refused_before_anything_is_read(tmp_path, monkeypatch):
     directory = cases.write(tmp_path / "model", "llada_moe")
-    monkeypatch.setattr("dlm_jax.published.tensors.Shards.read", None)
+    monkeypatch.setattr("dlm_jax.hf.tensors.Shards.read", None)
     with pytest.raises(SettingError, match="no rule for the parameter 'blocks/mlp/expert_down'"):
         dlm_jax.load(directory, quantize="int8")
 

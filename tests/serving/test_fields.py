@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from serving_cases import CHAT, MODEL, post, serving
 
-from dlm_jax.published import TextTemplate
+from dlm_jax.hf import TextTemplate
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.serving.protocol import Chat, Completion, Responses, SettingFields
 

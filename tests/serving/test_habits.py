@@ -8,8 +8,8 @@ import pytest
 from serving_cases import MODEL, client_of, post, serving
 from starlette.testclient import TestClient
 
+from dlm_jax.hf import TextTemplate
 from dlm_jax.inference.engine import Engine
-from dlm_jax.published import TextTemplate
 from dlm_jax.serving.app import Options, make_app
 from dlm_jax.serving.http import parsed
 from dlm_jax.serving.protocol import Chat

@@ -13,9 +13,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from dlm_jax.data import ByteTokenizer, CharacterTokenizer, HubTokenizer, SubwordTokenizer
 from dlm_jax.data.tokenizers import train_json
+from dlm_jax.hf import TextTemplate
 from dlm_jax.inference.scoring import score
 from dlm_jax.model.transformer import build
-from dlm_jax.published import TextTemplate
 from dlm_jax.serving.protocol import _TextEnd
 
 PROMPTS = ["The cat sat.", "Tca .hrntsTe"]

@@ -9,7 +9,7 @@ import serving_cases
 import toy_model
 from serving_cases import client_of, post, serving
 
-from dlm_jax.published import TextTemplate
+from dlm_jax.hf import TextTemplate
 from dlm_jax.serving.tools import Calls, pattern_of
 
 TEXT = '{}"name": fgaruets, 0123456789-n\n[]bcdh{}'

@@ -10,7 +10,7 @@ import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.store import Checkpoints, load_params
 from dlm_jax.training import trainer
-from dlm_jax.training.run import Best
+from dlm_jax.training.resume import Best
 
 META = {"config": {}}
 

@@ -13,7 +13,7 @@ from dlm_jax.store import load_meta, load_params
 from dlm_jax.store.manifest import read_manifest
 from dlm_jax.training.checks import check_begins_anew
 from dlm_jax.training.metrics import read_records
-from dlm_jax.training.run import config_of_run
+from dlm_jax.training.resume import config_of_run
 
 SHORT = {"train__steps": 8, "train__keep_checkpoints": 1}
 

@@ -13,10 +13,10 @@ import toy
 import dlm_jax
 from dlm_jax.config import Config, HeadsConfig, ObjectiveConfig
 from dlm_jax.data import Setup
-from dlm_jax.diffusion.processes import Process, Shares, process_of
 from dlm_jax.heads.critic import CriticHead
 from dlm_jax.heads.sampler import SamplerHead
 from dlm_jax.model.transformer import build
+from dlm_jax.objectives.processes import Process, Shares, process_of
 from dlm_jax.settings import rule
 from dlm_jax.training.tasks import make_mixture
 

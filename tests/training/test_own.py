@@ -16,7 +16,7 @@ import tiny_run
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli import exporter, sample
-from dlm_jax.diffusion.losses import cross_entropy
+from dlm_jax.objectives.losses import cross_entropy
 from dlm_jax.training import (
     Batch,
     Drawn,

@@ -15,10 +15,10 @@ import pytest
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.config import ModelConfig
-from dlm_jax.diffusion.corruption import LINEAR
-from dlm_jax.diffusion.objectives import elbo
 from dlm_jax.model.lora import merged
 from dlm_jax.model.transformer import build
+from dlm_jax.objectives.corruption import LINEAR
+from dlm_jax.objectives.objective import elbo
 from dlm_jax.training.trainer import prepare, run_loop
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40

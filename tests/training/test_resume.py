@@ -21,7 +21,7 @@ import dlm_jax.config as configs
 from dlm_jax.store import load_meta
 from dlm_jax.training.checks import check_same_run
 from dlm_jax.training.metrics import read_records
-from dlm_jax.training.run import config_of_run
+from dlm_jax.training.resume import config_of_run
 from dlm_jax.training.signals import StopRequest
 from dlm_jax.training.trainer import Trainer
 

@@ -18,9 +18,9 @@ import toy
 
 from dlm_jax.config import Config, HeadsConfig, OptimConfig, SamplingParams
 from dlm_jax.data import Setup
-from dlm_jax.diffusion.objectives import Drawn
 from dlm_jax.distributed.partitions import axes_of, path_name, shardings
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER, critic
+from dlm_jax.objectives.objective import Drawn
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.store import load_meta
 from dlm_jax.training.optimisers import make_grouped_optimizer, rates_of

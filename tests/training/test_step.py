@@ -15,9 +15,9 @@ import stage_cases as cases
 import toy
 
 from dlm_jax.config import ObjectiveConfig, OptimConfig
-from dlm_jax.diffusion.corruption import LINEAR
-from dlm_jax.diffusion.likelihood import costs
-from dlm_jax.diffusion.objectives import Batch, Drawn, Mixture, denoising, elbo
+from dlm_jax.objectives.corruption import LINEAR
+from dlm_jax.objectives.likelihood import costs
+from dlm_jax.objectives.objective import Batch, Drawn, Mixture, denoising, elbo
 from dlm_jax.training.train_step import (
     TrainState,
     abstract_state,

@@ -13,7 +13,7 @@ import toy
 import dlm_jax.config as configs
 from dlm_jax.config import Config, ObjectiveConfig, TrainConfig
 from dlm_jax.data import Setup
-from dlm_jax.diffusion.objectives import Mixture
+from dlm_jax.objectives.objective import Mixture
 from dlm_jax.training.tasks import make_mixture, make_task
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

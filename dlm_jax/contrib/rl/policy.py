@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax import Network, replay
-from dlm_jax.diffusion.losses import Loss, cross_entropy, hidden_of
+from dlm_jax.objectives.losses import Loss, cross_entropy, hidden_of
 from dlm_jax.settings import require
 
 Params = dict[str, Any]

@@ -17,8 +17,8 @@ from scipy.stats import chisquare
 import dlm_jax
 from dlm_jax.config import Config, ObjectiveConfig, SamplingParams
 from dlm_jax.data import text_ids
-from dlm_jax.diffusion.processes import PROCESSES, process_of
 from dlm_jax.inference.model import Model
+from dlm_jax.objectives.processes import PROCESSES, process_of
 from dlm_jax.sampling.commit.commit_rule import Proposal
 from dlm_jax.sampling.loop import start
 from dlm_jax.sampling.noise import NoiseContext

@@ -14,7 +14,7 @@ from oracles import remask as oracle
 from oracles import rules
 
 import dlm_jax
-from dlm_jax.diffusion.corruption import SCHEDULES
+from dlm_jax.objectives.corruption import SCHEDULES
 from dlm_jax.sampling.commit import Ancestral, CommitContext, RandomFilled, uniform
 from dlm_jax.sampling.mask_step import step as one_step
 from dlm_jax.sampling.remask import (

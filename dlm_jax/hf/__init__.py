@@ -1,0 +1,40 @@
+"""Reads and writes models from other projects; presets reproduce their sampling loops."""
+
+from dlm_jax.hf.chat import ChatTemplate, TextTemplate, check_template, saved_chat
+from dlm_jax.hf.directory import (
+    KEPT,
+    Published,
+    chat_of,
+    is_published,
+    read_chat,
+    read_kept,
+    read_model,
+    read_published,
+    read_shape,
+    restored,
+    write_published,
+)
+from dlm_jax.hf.families import UNPUBLISHED
+from dlm_jax.hf.hub import fetched, hub_id, push_to_hub
+
+__all__ = [
+    "KEPT",
+    "ChatTemplate",
+    "Published",
+    "TextTemplate",
+    "UNPUBLISHED",
+    "chat_of",
+    "check_template",
+    "fetched",
+    "hub_id",
+    "is_published",
+    "push_to_hub",
+    "read_chat",
+    "read_kept",
+    "read_model",
+    "read_published",
+    "read_shape",
+    "restored",
+    "saved_chat",
+    "write_published",
+]

@@ -1,0 +1,429 @@
+"""Reads GGUF files of llama.cpp: config, tokenizer, chat template and weights from one file.
+
+Weights are dequantised while they are loaded. Metadata that may change the computation and is not
+implemented is refused by name. The package `gguf` (the extra ``gguf``) reads the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dlm_jax.config import RopeScaling
+from dlm_jax.data.tokenizers import qwen_split
+from dlm_jax.hf.family import FileFields
+from dlm_jax.hf.tensors import TensorLocation
+from dlm_jax.model.attention import rotary_multipliers
+from dlm_jax.settings import SettingError
+from dlm_jax.store.files import said
+
+SUFFIX = ".gguf"
+
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", True),
+    "llada": ("LLaDAModelLM", True),
+    "qwen2": ("Qwen2ForCausalLM", False),
+    "qwen3": ("Qwen3ForCausalLM", False),
+    "dream": ("DreamModel", False),
+}
+"""Architectures, with their names in config.json, and whether llama.cpp stores the two halves of a
+rotated head alternately."""
+
+_IDLE = {
+    "vocab_size",
+    "attention.causal",
+    "rope.dimension_count",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+}
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_LLADA = (
+    r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+# The patterns of llama.cpp, by tokenizer.ggml.pre. Each pattern splits the pieces of the previous
+# one.
+_PATTERNS = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), (_GPT2,)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (qwen_split(1),)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), (qwen_split(3),)),
+    **dict.fromkeys(("llada-moe", "bailingmoe"), (_LLADA,)),
+}
+_LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
+
+# Types of tokens in tokenizer.ggml.token_type.
+_UNKNOWN, _CONTROL, _ADDED, _UNUSED = 2, 3, 4, 5
+
+TENSORS = {
+    "embedding": "token_embd.weight",
+    "norm/scale": "output_norm.weight",
+    "head/kernel": "output.weight",
+    "blocks/attention_norm/scale": "blk.{i}.attn_norm.weight",
+    "blocks/attention/query/kernel": "blk.{i}.attn_q.weight",
+    "blocks/attention/key/kernel": "blk.{i}.attn_k.weight",
+    "blocks/attention/value/kernel": "blk.{i}.attn_v.weight",
+    "blocks/attention/query/bias": "blk.{i}.attn_q.bias",
+    "blocks/attention/key/bias": "blk.{i}.attn_k.bias",
+    "blocks/attention/value/bias": "blk.{i}.attn_v.bias",
+    "blocks/attention/query_norm/scale": "blk.{i}.attn_q_norm.weight",
+    "blocks/attention/key_norm/scale": "blk.{i}.attn_k_norm.weight",
+    "blocks/attention/out/kernel": "blk.{i}.attn_output.weight",
+    "blocks/mlp_norm/scale": "blk.{i}.ffn_norm.weight",
+    "blocks/mlp/gate/kernel": "blk.{i}.ffn_gate.weight",
+    "blocks/mlp/up/kernel": "blk.{i}.ffn_up.weight",
+    "blocks/mlp/down/kernel": "blk.{i}.ffn_down.weight",
+}
+"""The tensor of each parameter, as in `Family.tensors`."""
+
+
+def is_gguf(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is that of a GGUF file, by its suffix."""
+    return os.fspath(path).lower().endswith(SUFFIX) and not Path(path).is_dir()
+
+
+class GgufFile:
+    """The content of a GGUF file, in terms of a published directory.
+
+    Attributes:
+      config: the fields of an equivalent config.json, with the ids of special tokens.
+      tokenizer: the text of an equivalent tokenizer.json.
+      template: the chat template, or None.
+      entries: the tensors; `start` is unused.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        gguf = _package(path)
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist; check the path")
+        try:
+            reader = gguf.GGUFReader(path)
+            values = {name: field.contents() for name, field in reader.fields.items()}
+            self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+            self._quants: Any = gguf.quants
+            entries = {name: self._entry(gguf, one) for name, one in self._tensors.items()}
+        except NotImplementedError as error:
+            raise ValueError(f"{path}: {error}") from None
+        # The package raises errors of NumPy for a damaged file.
+        except Exception as error:
+            raise ValueError(
+                f"{path} is not a readable GGUF file ({said(error)}); download it again"
+            ) from None
+        self.entries: dict[str, TensorLocation] = entries
+        fields = FileFields({name: v for name, v in values.items() if v is not None}, str(path))
+        fields.must(**{"split.count": (0, 1)})
+        name = fields.take("general.architecture", str)
+        if name not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise fields.refuse("general.architecture", name, f"is not read; only {known} are")
+        self.config = self._config(fields, name)
+        self.tokenizer = _tokenizer_json(fields)
+        self.template = fields.take("tokenizer.chat_template", str, "") or None
+
+    def _entry(self, gguf: ModuleType, tensor: Any) -> TensorLocation:
+        kind, shape = tensor.tensor_type, tuple(int(size) for size in tensor.shape[::-1])
+        dtype = np.dtype({"F16": np.float16, "BF16": ml_dtypes.bfloat16}.get(kind.name, np.float32))
+        try:
+            _, size = gguf.GGML_QUANT_SIZES[kind]
+            gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+        except (KeyError, NotImplementedError):
+            raise NotImplementedError(
+                f"the tensor {tensor.name!r} has the type {kind.name}, which is not read; quantise "
+                "the model to Q8_0"
+            ) from None
+        return TensorLocation(self.path, dtype, 0, shape)
+
+    def check(self, ignore: Collection[str] = ()) -> None:
+        """Raises ValueError for metadata of the architecture that is not read and may have an
+        effect, except for the keys in `ignore`.
+        """
+        fields = self._fields
+        fields.finish(_IDLE | {key.removeprefix(fields.within) for key in ignore})
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """The keys of the architecture's metadata that are not read."""
+        return frozenset(self._fields.within + name for name in self._fields.unread)
+
+    def read(self, name: str) -> np.ndarray:
+        """The dequantised tensor, in the dtype of its entry."""
+        tensor, location = self._tensors[name], self.entries[name]
+        if location.dtype == np.float32:
+            values = self._quants.dequantize(tensor.data, tensor.tensor_type)
+        else:
+            values = np.asarray(tensor.data).view(location.dtype)
+        values = values.reshape(location.shape)
+        heads = self._halves.get(name.rpartition(".")[0].rpartition(".")[2], 0)
+        if not heads:
+            return values
+        parts = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+        return np.ascontiguousarray(parts.swapaxes(1, 2).reshape(values.shape))
+
+    def _config(self, fields: FileFields, name: str) -> dict[str, Any]:
+        architecture, is_alternating = ARCHITECTURES[name]
+        arch = FileFields(
+            {
+                key.removeprefix(f"{name}."): value
+                for key, value in fields.values.items()
+                if key.startswith(f"{name}.")
+            },
+            str(self.path),
+            within=f"{name}.",
+        )
+        width, heads = arch.take("embedding_length", int), arch.take("attention.head_count", int)
+        groups = arch.take("attention.head_count_kv", int, heads)
+        size = arch.take("attention.key_length", int, width // max(heads, 1))
+        arch.must(**{"attention.value_length": size})
+        turned = arch.take("rope.dimension_count", int, size)
+        if turned != size:
+            raise arch.refuse("rope.dimension_count", turned, f"is not implemented; only {size} is")
+        self._halves = {"attn_q": heads, "attn_k": groups} if is_alternating else {}
+        longest, theta = arch.take("context_length", int), arch.take("rope.freq_base", float, 1e4)
+        scaling = _scaling(arch) or self._llama3(size, theta)
+        is_tied = TENSORS["head/kernel"] not in self.entries
+        depth, inner = arch.take("block_count", int), arch.take("feed_forward_length", int)
+        epsilon = arch.take("attention.layer_norm_rms_epsilon", float)
+        # llama.cpp stores these numbers in float32.
+        epsilon, theta = (float(f"{value:.7g}") for value in (epsilon, theta))
+        self._fields = arch
+        if TENSORS["embedding"] not in self.entries:
+            raise ValueError(f"{self.path} lacks the tensor 'token_embd.weight'; download it again")
+        vocab_size = self.entries["token_embd.weight"].shape[0]
+        is_shifted = fields.take("diffusion.shift_logits", bool, name == "dream")
+        if is_shifted != (name == "dream"):
+            raise fields.refuse("diffusion.shift_logits", is_shifted, f"is not that of {name}")
+        config: dict[str, Any] = {"architectures": [architecture], "rope_theta": theta}
+        config |= {"rms_norm_eps": epsilon, "vocab_size": vocab_size} | _special_ids(fields)
+        if name == "llada":
+            if scaling or size * heads != width:
+                raise arch.refuse("rope.scaling", scaling, "is not implemented")
+            return config | {
+                "d_model": width,
+                "n_heads": heads,
+                "n_kv_heads": groups,
+                "n_layers": depth,
+                "mlp_hidden_size": inner,
+                "max_sequence_length": longest,
+                "block_type": "llama",
+                "weight_tying": is_tied,
+                "include_qkv_bias": "blk.0.attn_q.bias" in self.entries,
+            }
+        return config | {
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "num_hidden_layers": depth,
+            "intermediate_size": inner,
+            "head_dim": size,
+            "max_position_embeddings": longest,
+            "tie_word_embeddings": is_tied,
+            "rope_scaling": scaling,
+        }
+
+    def _llama3(self, size: int, theta: float) -> dict[str, Any] | None:
+        """The scaling of Llama 3.1, of which a file keeps the divisor of each frequency."""
+        if self.entries.pop("rope_freqs.weight", None) is None:
+            return None
+        divisors_K = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64)
+        scaling = RopeScaling("llama3", float(divisors_K.max()), 8192.0, low=1.0, high=4.0)
+        expected_K = rotary_multipliers(scaling, size, theta)
+        if divisors_K.shape != expected_K.shape or not np.allclose(
+            1 / divisors_K, expected_K, 1e-4
+        ):
+            raise ValueError(
+                f"{self.path}: the tensor 'rope_freqs.weight' is not the scaling of Llama 3.1, "
+                "which is the only one that is read"
+            )
+        return {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low,
+            "high_freq_factor": scaling.high,
+            "original_max_position_embeddings": 8192,
+        }
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: Path, time: int, size: int) -> GgufFile:
+    del time, size
+    return GgufFile(path)
+
+
+def opened(path: Path) -> GgufFile:
+    """The content of a file. The last file is cached, because parsing takes seconds."""
+    stat = path.stat() if path.exists() else None
+    return _opened(path, stat.st_mtime_ns if stat else 0, stat.st_size if stat else 0)
+
+
+def _package(path: Path) -> ModuleType:
+    try:
+        import gguf
+    except ImportError:
+        raise SettingError(
+            "checkpoint",
+            str(path),
+            "requires the package gguf",
+            "install it: pip install 'dlm_jax[gguf]'",
+        ) from None
+    return gguf
+
+
+def _scaling(fields: FileFields) -> dict[str, Any] | None:
+    """The ``rope_scaling`` of config.json for the fields ``rope.scaling``."""
+    kind = fields.take("rope.scaling.type", str, "none")
+    names = {
+        "factor": "factor",
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+    numbers = {
+        theirs: fields.take(f"rope.scaling.{name}", float, 0.0) for name, theirs in names.items()
+    }
+    if kind == "none":
+        return None
+    return {"rope_type": kind} | {name: value for name, value in numbers.items() if value}
+
+
+def _special_ids(fields: FileFields) -> dict[str, Any]:
+    """The ids of special tokens, by their fields in config.json."""
+    ids = {
+        f"{role}_token_id": fields.take(f"tokenizer.ggml.{name}_token_id", int, -1)
+        for role, name in (("bos", "bos"), ("pad", "padding"), ("mask", "mask"))
+    }
+    ends = [fields.take(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot")]
+    ends = list(dict.fromkeys(id_ for id_ in ends if id_ >= 0))
+    return {name: id_ for name, id_ in ids.items() if id_ >= 0} | (
+        {"eos_token_id": ends} if ends else {}
+    )
+
+
+def _tokenizer_json(fields: FileFields) -> str:
+    """The tokenizer.json of the fields ``tokenizer.ggml``."""
+    kind = fields.take("tokenizer.ggml.model", str)
+    if kind not in _MODELS:
+        known = " and ".join(_MODELS)
+        raise fields.refuse("tokenizer.ggml.model", kind, f"is not read; only {known} are")
+    tokens = fields.take("tokenizer.ggml.tokens", list)
+    kinds = fields.take("tokenizer.ggml.token_type", list, [1] * len(tokens))
+    if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise ValueError(
+            f"{fields.where}: tokenizer.ggml.tokens repeats a token or differs in length from "
+            "token_type; download it again"
+        )
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        flags | {"id": id_, "content": token, "special": kinds[id_] != _ADDED}
+        for id_, token in enumerate(tokens)
+        if kinds[id_] in (_UNKNOWN, _CONTROL, _ADDED)
+    ]
+    vocabulary = {token: id_ for id_, token in enumerate(tokens) if kinds[id_] != _UNUSED}
+    data = {"version": "1.0", "added_tokens": added} | _MODELS[kind](fields, vocabulary)
+    bos_id = fields.values.get("tokenizer.ggml.bos_token_id", -1)
+    adds_bos = fields.take("tokenizer.ggml.add_bos_token", bool, data.pop("adds_bos"))
+    if adds_bos and 0 <= bos_id < len(tokens):
+        bos = {"id": tokens[bos_id], "ids": [bos_id], "tokens": [tokens[bos_id]]}
+        special = {"SpecialToken": {"id": tokens[bos_id], "type_id": 0}}
+        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        data["post_processor"] = {
+            "type": "TemplateProcessing",
+            "special_tokens": {tokens[bos_id]: bos},
+            "single": [special, first],
+            "pair": [special, first, second],
+        }
+    return json.dumps(data)
+
+
+def _byte_level(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    """The parts of tokenizer.json for a byte-level BPE."""
+    pre = fields.take("tokenizer.ggml.pre", str, "default")
+    if pre not in _PATTERNS:
+        known = ", ".join(_PATTERNS)
+        raise fields.refuse("tokenizer.ggml.pre", pre, f"is not read; only {known} are")
+    bytes_of = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in _PATTERNS[pre]
+    ]
+    # The tokenizer.json of Qwen composes characters first, though llama.cpp does not.
+    normalizer = {"type": "NFC"} if pre in ("qwen2", "deepseek-r1-qwen") else None
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_of]},
+        "decoder": bytes_of,
+        "model": {
+            "type": "BPE",
+            "vocab": vocabulary,
+            "ignore_merges": pre in _LLAMA3,
+            "merges": fields.take("tokenizer.ggml.merges", list),
+        },
+        "adds_bos": pre in _LLAMA3,
+    }
+
+
+def _sentencepiece(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[str, Any]:
+    """The parts of tokenizer.json for a SentencePiece BPE with bytes for unknown characters.
+
+    SentencePiece merges the pair with the highest score, so the merges are in the order of the
+    scores of their results.
+    """
+    scores = fields.take("tokenizer.ggml.scores", list)
+    if len(scores) != len(fields.values["tokenizer.ggml.tokens"]):
+        raise fields.refuse("tokenizer.ggml.scores", len(scores), "is not the number of tokens")
+    if fields.take("tokenizer.ggml.remove_extra_whitespaces", bool, False):
+        raise fields.refuse("tokenizer.ggml.remove_extra_whitespaces", True, "is not implemented")
+    ranked = []
+    for token, id_ in vocabulary.items():
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        pairs = [pair for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        ranked += [(-scores[id_], id_, pair) for pair in pairs]
+    ranked.sort(key=lambda entry: entry[:2])
+    has_prefix = fields.take("tokenizer.ggml.add_space_prefix", bool, True)
+    prefix = [{"type": "Prepend", "prepend": "\u2581"}] if has_prefix else []
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    kinds = fields.values.get("tokenizer.ggml.token_type") or [1] * len(scores)
+    unknown = next((token for token, id_ in vocabulary.items() if kinds[id_] == _UNKNOWN), None)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": {
+            "type": "BPE",
+            "vocab": vocabulary,
+            "merges": [list(pair) for *_, pair in ranked],
+            "byte_fallback": True,
+            "fuse_unk": True,
+            "unk_token": unknown,
+        },
+        "adds_bos": True,
+    }
+
+
+_MODELS: dict[str, Callable[[FileFields, Mapping[str, int]], dict[str, Any]]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+}

@@ -1,0 +1,407 @@
+"""Forward processes: their interface, the noise of each, and the terms of their bound.
+
+A process noises each free position independently. At level ``v`` in [0, 1], a position shows its
+own token with probability ``alpha(v)``, MASK with probability ``mask(v)``, and, with probability
+``text(v)``, an id drawn uniformly from the noise ids, which can be the true id. If ``c(k)`` is the
+probability of noise ``k``, the distribution of the shown token is ``q_v(. | x) = alpha_v x + c_v``,
+as in the interpolating process of GIDD (von Rutte et al. 2025, equation 3). Masked diffusion is the
+case ``c = mask``, and uniform diffusion is the case ``c = text``.
+
+For every process, the level at a time is the ``masked_ratio`` of the noise schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dlm_jax.config import ObjectiveConfig
+from dlm_jax.settings import (
+    ABOVE_ZERO,
+    BELOW_ONE,
+    UNSET,
+    Rule,
+    Setting,
+    SettingError,
+    nearest,
+    rule,
+    static,
+)
+
+HIGHEST_LEVEL = 1.0 - 1e-4
+"""Levels in a bound are clipped to this value, because the terms of the bound are 0 / 0 at 1."""
+
+
+class Shares(NamedTuple):
+    """The probabilities of the token shown at a position, given the noise level. They add up to 1.
+
+    Attributes:
+      clean: probability of the position's own token.
+      mask: probability of MASK.
+      text: probability of an id drawn uniformly from the noise ids.
+    """
+
+    clean: jax.Array
+    mask: jax.Array
+    text: jax.Array
+
+
+class Noise(NamedTuple):
+    """The noise of each position in a bound, as float32 arrays of equal shape.
+
+    Attributes:
+      clean: ``alpha``.
+      text: ``c(k)``, the same for each noise id.
+      shown: ``c(z)`` of the shown id.
+      weight: factor by which `divergence` is multiplied.
+      is_first: True for the step to level 0.
+    """
+
+    clean: jax.Array
+    text: jax.Array
+    shown: jax.Array
+    weight: jax.Array
+    is_first: jax.Array
+
+
+class Process(Rule):
+    """A forward process; only `shares` is required.
+
+    Attributes:
+      is_masked: whether MASK is the only noise, so that all visible tokens are correct.
+    """
+
+    required: ClassVar[tuple[str, ...]] = ("shares",)
+    is_masked: ClassVar[bool] = False
+
+    def shares(self, level: jax.Array, /) -> Shares:
+        """The `Shares` at levels in [0, 1], as a differentiable function.
+
+        All tokens are clean at level 0, and none are clean at level 1. The shares at level 1 define
+        the prior.
+        """
+        raise NotImplementedError
+
+    def rates(self, level: jax.Array) -> Shares:
+        """Forward rates of the noise per unit of level, multiplied by ``alpha``. ``text`` is the
+        total rate of all noise ids.
+
+        The values are ``alpha c' - alpha' c``. Divided by ``alpha``, they are the rates of jumps
+        into noise ``k``, which do not depend on the previous token (GIDD, proposition 3.4).
+        """
+        now, slope = jax.jvp(self.shares, (level,), (jnp.ones_like(level),))
+        mask, text = (
+            jnp.maximum(now.clean * d - slope.clean * c, 0.0)
+            for c, d in ((now.mask, slope.mask), (now.text, slope.text))
+        )
+        return Shares(jnp.zeros_like(mask), mask, text)
+
+    def sample(
+        self,
+        key: jax.Array,
+        tokens_BL: jax.Array,
+        level: jax.Array,
+        is_free_BL: jax.Array,
+        *,
+        mask_id: int,
+        noise_ids: tuple[int, ...],
+    ) -> jax.Array:
+        """Noised tokens, int32 ``[B, L]``. Free positions are noised at their level; other
+        positions are unchanged.
+
+        The level is ``[B]`` or ``[B, L]``.
+        """
+        kind_key, id_key = jax.random.split(key)
+        shares = self.shares(level if level.ndim == 2 else level[:, None])
+        kind_BL = jax.random.uniform(kind_key, tokens_BL.shape)
+        choice_BL = jax.random.randint(id_key, tokens_BL.shape, 0, len(noise_ids))
+        noise_BL = jnp.asarray(noise_ids, tokens_BL.dtype)[choice_BL]
+        shown_BL = jnp.where(kind_BL < shares.mask + shares.text, noise_BL, tokens_BL)
+        shown_BL = jnp.where(kind_BL < shares.mask, mask_id, shown_BL)
+        return jnp.where(is_free_BL, shown_BL, tokens_BL)
+
+    def noise(
+        self,
+        tokens_BL: jax.Array,
+        shown_BL: jax.Array,
+        level: jax.Array,
+        speed: jax.Array,
+        is_first: jax.Array,
+        *,
+        mask_id: int,
+        noise_ids: tuple[int, ...],
+    ) -> Noise:
+        """The `Noise` of the noised tokens `shown_BL` (from `sample`), ``[B, L]``.
+
+        `level` (at most `HIGHEST_LEVEL`), `speed` and `is_first` are ``[B]`` or ``[B, L]``. `speed`
+        is the derivative of the level with respect to time. `is_first` is True where the term
+        belongs to the step to level 0; its weight is `speed`.
+        """
+        level, speed, is_first = (
+            jnp.broadcast_to(x if x.ndim == 2 else x[:, None], tokens_BL.shape)
+            for x in (level, speed, is_first)
+        )
+        now, rates = self.shares(level), self.rates(level)
+        is_mask_BL = shown_BL == mask_id
+        is_noise_BL = is_among(noise_ids, shown_BL)
+
+        def of_shown(mask: jax.Array, text: jax.Array) -> jax.Array:
+            found_BL = jnp.where(is_noise_BL, text / len(noise_ids), 0.0)
+            return jnp.where(is_mask_BL, mask, found_BL)
+
+        shown = of_shown(now.mask, now.text)
+        chance = jnp.where(shown_BL == tokens_BL, now.clean, 0.0) + shown
+        # The rate is multiplied by alpha, and `divergence` is divided by it.
+        weight = speed * of_shown(rates.mask, rates.text) / jnp.maximum(chance, 1e-30)
+        return Noise(
+            now.clean,
+            now.text / len(noise_ids),
+            shown,
+            jnp.where(is_first, speed, weight),
+            is_first,
+        )
+
+
+@rule
+class Masked(Process):
+    """Replaces each free token with MASK; the probability equals the level (Sahoo et al. 2024,
+    MDLM).
+
+    The bound is the weighted cross-entropy of `dlm_jax.objectives.objective.elbo`.
+    """
+
+    about = "MASK"
+    is_masked = True
+
+    def shares(self, level: jax.Array, /) -> Shares:
+        return Shares(1.0 - level, level, jnp.zeros_like(level))
+
+
+@rule
+class Uniform(Process):
+    """Replaces each free token with a uniform noise id; the probability equals the level.
+
+    Every token can change during sampling (Schiff et al. 2024, UDLM, section 4). As in GIDD, the
+    network is not conditioned on the level.
+    """
+
+    about = "a uniformly random token"
+
+    def shares(self, level: jax.Array, /) -> Shares:
+        return Shares(1.0 - level, jnp.zeros_like(level), level)
+
+
+@rule
+class Mixed(Process):
+    """A mixture of MASK and uniform noise. The probability of uniform noise is 0 at levels 0 and 1,
+    and ``uniform_share`` at level 1/2.
+
+    At level ``v``, the probabilities are ``alpha = (1 - v) / C``, ``mask = v / C`` and ``text = B
+    sqrt(v (1 - v)) / C``, where ``C = 1 + B sqrt(v (1 - v))``, ``B = 2 p / (1 - p)`` and ``p`` is
+    ``uniform_share`` (von Rutte et al. 2025, GIDD, section 4.1 with gamma = 1).
+    """
+
+    about = "MASK at the end and uniformly random tokens in between"
+
+    uniform_share: float = static(
+        Setting(
+            "uniform_share",
+            0.1,
+            "mixed: share of uniform noise at level 1/2, in (0, 1)",
+            low=ABOVE_ZERO,
+            high=BELOW_ONE,
+        )
+    )
+
+    def shares(self, level: jax.Array, /) -> Shares:
+        most = 2.0 * self.uniform_share / (1.0 - self.uniform_share)
+        product = level * (1.0 - level)
+        # The slope of a square root is infinite at the ends.
+        is_inside = product > 0
+        root = jnp.where(is_inside, jnp.sqrt(jnp.where(is_inside, product, 1.0)), 0.0)
+        total = 1.0 + most * root
+        return Shares((1.0 - level) / total, level / total, most * root / total)
+
+
+PROCESSES: Mapping[str, type[Process]] = {
+    process.name: process for process in (Masked, Uniform, Mixed)
+}
+"""Processes by ``objective.process``."""
+
+
+@functools.lru_cache(maxsize=64)
+def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
+    """Returns the process that a config selects.
+
+    Args:
+      name: one of `PROCESSES`, or a custom ``module:Class``.
+      settings: settings of the process, each ``NAME=VALUE``.
+
+    Raises:
+      SettingError: the process does not exist, or a setting is unknown or invalid.
+    """
+    cls = PROCESSES.get(name) or _own(name)
+    fields = {
+        field.metadata["setting"].name: (field.name, field.metadata["setting"])
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if "setting" in field.metadata
+    }
+    values = {field: setting.resolved(setting.default) for field, setting in fields.values()}
+    for given in settings:
+        key, _, text = given.partition("=")
+        if key not in fields:
+            why = f"has {key!r}, which objective.process={name!r} does not have"
+            advice = nearest(key, tuple(fields)) if fields else "remove it"
+            raise SettingError("objective.process_settings", UNSET, why, advice)
+        field, setting = fields[key]
+        try:
+            values[field] = setting.resolved(setting.checked(_parsed(setting.kind, text)))
+        except ValueError as error:
+            if isinstance(error, SettingError):
+                raise
+            raise SettingError(key, text, "is not a number", "use a number, such as 0.1") from None
+    return cls(**values)
+
+
+def noise_process(objective: ObjectiveConfig) -> Process:
+    """The forward process of a config; raises SettingError as `process_of`."""
+    return process_of(objective.process, objective.process_settings)
+
+
+def _parsed(kind: type, text: str) -> object:
+    return {"true": True, "false": False}.get(text, text) if kind is bool else kind(text)
+
+
+def _own(name: str) -> type[Process]:
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise SettingError(
+            "objective.process",
+            name,
+            f"is not one of {', '.join(PROCESSES)}",
+            f"{nearest(name, tuple(PROCESSES))}, or pass your own as module:Class",
+        )
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise SettingError(
+            "objective.process",
+            name,
+            f"cannot be imported ({error})",
+            "put its module on the path",
+        ) from None
+    if not (isinstance(cls, type) and issubclass(cls, Process)) or not hasattr(
+        cls, "__dataclass_fields__"
+    ):
+        raise SettingError(
+            "objective.process",
+            name,
+            "is not a process",
+            "subclass dlm_jax.objectives.processes.Process under dlm_jax.rule",
+        )
+    return cls
+
+
+def is_among(ids: tuple[int, ...], tokens: jax.Array) -> jax.Array:
+    """True where a token is one of the ids. The test is fast if the ids are contiguous or few."""
+    first, last = min(ids), max(ids)
+    if last - first + 1 == len(set(ids)):
+        return (tokens >= first) & (tokens <= last)
+    return jnp.isin(tokens, jnp.asarray(ids, tokens.dtype))
+
+
+def divergence(
+    logits_NV: jax.Array,
+    clean_N: jax.Array,
+    shown_N: jax.Array,
+    noise: Noise,
+    *,
+    noise_ids: tuple[int, ...],
+) -> jax.Array:
+    """The term of each position in the bound, divided by ``alpha``; float32 ``[N]``, in nats.
+
+    The term is ``(KL(q(. | x) || q(. | p)) + q(z | x) / q(z | p) - ln(q(z | x) / q(z | p)) - 1) /
+    alpha``, where ``q(. | p)`` are the marginals under the predicted distribution of the token.
+    Multiplied by the forward rate into z and divided by ``q(z | x)``, it is the integrand of the
+    continuous-time negative ELBO (GIDD, theorem 3.5). For masked diffusion, the integrand is the
+    cross-entropy. For uniform diffusion, it is that of UDLM (Schiff et al. 2024, equation 18).
+    Where ``is_first`` is True, the term is ``-ln p(x | z)`` of the reverse step to level 0. The
+    logits are -inf at MASK, and `noise` is the `Process.noise` of these positions.
+
+    Raises:
+      ValueError: a noise id is outside the vocabulary.
+    """
+    first, last, vocab_size = min(noise_ids), max(noise_ids), logits_NV.shape[1]
+    if not 0 <= first <= last < vocab_size:
+        raise ValueError(
+            f"noise_ids={first}..{last} are outside the vocabulary of {vocab_size} ids"
+        )
+    total_N = jax.nn.logsumexp(logits_NV, axis=1)
+
+    def log_p(ids_N: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)[:, 0] - total_N
+
+    alpha_N, text_N = noise.clean, noise.text
+    log_true_N = log_p(clean_N)
+    true_N, seen_N = jnp.exp(log_true_N), jnp.exp(log_p(shown_N))
+    is_same_N = clean_N == shown_N
+    # The term of the true token.
+    own_N = jnp.where(is_among(noise_ids, clean_N), text_N, 0.0)
+    has_own_N = own_N > 0
+    gain_N = jnp.log1p(
+        alpha_N * (1.0 - true_N) / jnp.where(has_own_N, alpha_N * true_N + own_N, 1.0)
+    )
+    kl_N = (alpha_N + own_N) * jnp.where(has_own_N, gain_N, -log_true_N)
+    # The terms of the other noise ids, which all have the same noise.
+    ratio_N = jnp.where(text_N > 0, alpha_N / jnp.where(text_N > 0, text_N, 1.0), 0.0)
+    p_NV = jnp.exp(logits_NV[:, first : last + 1] - total_N[:, None])
+    if last - first + 1 > len(noise_ids):
+        is_noise_V = np.isin(np.arange(first, last + 1), noise_ids)
+        p_NV = jnp.where(is_noise_V[None], p_NV, 0.0)
+    others_N = jnp.sum(jnp.log1p(ratio_N[:, None] * p_NV), axis=1)
+    others_N -= jnp.where(has_own_N, jnp.log1p(ratio_N * true_N), 0.0)
+    kl_N -= text_N * others_N
+    # The terms of the shown id.
+    model_N = jnp.maximum(alpha_N * seen_N + noise.shown, 1e-30)
+    excess_N = alpha_N * (is_same_N - seen_N) / model_N
+    # Where a readout is padded, all values of the noise are 0.
+    term_N = (kl_N + excess_N - jnp.log1p(excess_N)) / jnp.maximum(alpha_N, 1e-30)
+    data_N = jnp.maximum(jnp.where(is_same_N, alpha_N, 0.0) + noise.shown, 1e-30)
+    last_N = jnp.log(model_N) - jnp.log(data_N) - log_true_N
+    return jnp.where(noise.is_first, last_N, term_N)
+
+
+def checked(process: Process, name: str) -> Process:
+    """Returns the process if its shares are valid and no tokens are clean at level 1.
+
+    Raises:
+      SettingError: the shares are invalid. The message shows `name` as the value of the setting.
+    """
+    level = np.linspace(0.0, 1.0, 65, dtype=np.float32)
+    found = process.shares(jnp.asarray(level))
+    is_shares = isinstance(found, Shares) and all(jnp.shape(x) == (65,) for x in found)
+    kept: Any = np.stack([np.asarray(x) for x in found]) if is_shares else None
+
+    def refuse(why: str) -> SettingError:
+        return SettingError("objective.process", name, why, "correct its shares()")
+
+    if kept is None:
+        raise refuse("does not return Shares with the shape of the levels")
+    clean = kept[0]
+    if not np.isfinite(kept).all() or kept.min() < -1e-6 or abs(kept.sum(0) - 1).max() > 1e-5:
+        raise refuse("has shares that are not in [0, 1] or do not add up to 1")
+    if abs(clean[0] - 1) > 1e-6 or abs(clean[-1]) > 1e-6 or (np.diff(clean) > 1e-6).any():
+        raise refuse("has a clean share that does not decrease from 1 at level 0 to 0 at level 1")
+    # A negative rate would turn noise into another token in the forward process.
+    inner = clean[:-1]
+    for noise in kept[1:]:
+        if (noise[1:] - clean[1:] / inner * noise[:-1] < -1e-6).any():
+            raise refuse("has noise that decreases faster than the clean share")
+    return process

@@ -1,0 +1,416 @@
+"""Causal models of transformers, converted: what they gain, what they keep, and the way back.
+
+References are transformers' own calls: ``apply_chat_template``, its tokenizers, and the logits of
+its classes, with the attention mask of a family where the family has no class there.
+"""
+
+import dataclasses
+import functools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+import dlm_jax
+import dlm_jax.config as configs
+from dlm_jax.cli import exporter
+from dlm_jax.config import SamplingParams
+from dlm_jax.hf.families import family_for
+from dlm_jax.model.transformer import build
+from dlm_jax.objectives.likelihood import causal_nll
+from dlm_jax.objectives.objective import Batch
+from dlm_jax.store import load_meta
+from dlm_jax.training.trainer import prepare, run_loop
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz .,?"
+SPECIALS = ("<s>", "</s>", "<|end|>")
+FULL = len(LETTERS) + len(SPECIALS)
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant {% endif %}"
+)
+CHAT = [{"role": "user", "content": "who is it?"}]
+TEXT = "the quick brown fox jumps over the lazy dog. " * 40
+LENGTH = 48
+GENERATION = {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
+KINDS = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 8}),
+}
+
+
+@functools.cache
+def _tokenizer():
+    vocab = {token: id_ for id_, token in enumerate((*LETTERS, *SPECIALS))}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="."))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>",
+        additional_special_tokens=["<|end|>"],
+    )  # fmt: skip
+    made.chat_template = TEMPLATE
+    return made
+
+
+def _write(path, kind, *, vocab_size=FULL, is_tied=False):
+    config, model, more = KINDS[kind]
+    tokenizer = _tokenizer()
+    torch.manual_seed(1)
+    made = getattr(transformers, model)(
+        getattr(transformers, config)(
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+            vocab_size=vocab_size,
+            initializer_range=0.3,
+            tie_word_embeddings=is_tied,
+            bos_token_id=FULL - 3,
+            eos_token_id=FULL - 2,
+            pad_token_id=FULL - 2,
+            **more,
+        )  # fmt: skip
+    )
+    if kind == "qwen2":
+        with torch.no_grad():
+            for name, bias in made.named_parameters():
+                if name.endswith("bias"):
+                    bias.normal_()
+    made.generation_config = transformers.GenerationConfig(
+        bos_token_id=FULL - 3, eos_token_id=[FULL - 2, FULL - 1], **GENERATION
+    )
+    made.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return made.eval()
+
+
+def _asked(folder, source, **changes):
+    (folder / "text.txt").write_text(TEXT)
+    flags = {
+        "train.init_from": source, "train.out_dir": folder / "run",
+        "data.source": folder / "text.txt", "data.cache_dir": folder / "cache",
+        "data.seq_len": 16, "train.steps": 2, "train.batch_size": 8, "train.eval_windows": 2,
+        "train.eval_every": 0, "optim.warmup_steps": 1, "optim.name": "adamw",
+    } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
+    return configs.load(None, {name: str(value) for name, value in flags.items()})
+
+
+def _logits(model, ids):
+    tokens = jnp.asarray(ids, jnp.int32)
+    length = jnp.full(tokens.shape[0], tokens.shape[1])
+    hidden_BLD, _ = model.network.trunk(model.params, tokens, length, None)
+    logits = model.network.readout(model.params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
+    return np.asarray(logits).reshape(*tokens.shape, -1)
+
+
+@pytest.mark.parametrize(
+    ("is_tied", "changes"),
+    [
+        (False, {}), (True, {"mesh__fsdp": 4}), (False, {"train__mask_like": "<|end|>"}),
+    ],
+)  # fmt: skip
+def test_a_full_vocabulary_gains_a_mask_with_the_mean_of_the_rows(tmp_path, is_tied, changes):
+    theirs, lines = _write(tmp_path / "model", "llama", is_tied=is_tied), []
+    run = prepare(_asked(tmp_path, tmp_path / "model", **changes), report=lines.append)
+    run.checkpoints.close()
+    assert run.config.model.vocab_size == FULL + 1
+    tokenizer = run.corpus.tokenizer
+    assert tokenizer.mask_id == FULL and tokenizer.token(FULL) == "<|mask|>"
+    assert any(f"MASK is added as id {FULL}" in line for line in lines)
+    tables = {"embedding": theirs.get_input_embeddings().weight.detach().numpy()}
+    if not is_tied:
+        tables["head"] = theirs.lm_head.weight.detach().numpy()
+    for name, stored in tables.items():
+        ours = run.state.params[name]
+        ours = np.asarray(ours["kernel"].T if name == "head" else ours)
+        row = stored[FULL - 1] if changes.get("train__mask_like") else stored.mean(axis=0)
+        np.testing.assert_array_equal(ours[:FULL], stored)
+        np.testing.assert_allclose(ours[FULL], row, rtol=1e-5, atol=1e-6)
+
+
+def test_a_causal_run_adds_no_mask_and_tells_of_none(tmp_path):
+    _write(tmp_path / "model", "llama")
+    causal, lines = {"model__attention_type": "causal", "sample__order": "left_to_right"}, []
+    run = prepare(_asked(tmp_path, tmp_path / "model", **causal), report=lines.append)
+    run.checkpoints.close()
+    assert run.config.model.vocab_size == run.state.params["embedding"].shape[0] == FULL
+    assert not any("MASK" in line for line in lines)
+
+
+def test_a_run_from_a_model_with_a_broken_template_can_be_resumed(tmp_path):
+    _write(tmp_path / "model", "llama")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for %}")
+    asked = _asked(tmp_path, tmp_path / "model", train__steps=1, train__eval_every=1)
+    run = prepare(asked, report=lambda line: None)
+    assert run_loop(run).reason == "finished"
+    run.checkpoints.close()
+    again = prepare(asked, report=lambda line: None)
+    again.checkpoints.close()
+    assert int(again.state.step) == 1
+
+
+def test_a_run_ignores_the_fields_that_it_is_told_to(tmp_path):
+    _write(tmp_path / "model", "llama")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"new_field": 3}))
+    with pytest.raises(ValueError, match="or train.ignore_config=new_field$"):
+        prepare(_asked(tmp_path, tmp_path / "model"), report=lambda line: None)
+    asked = _asked(tmp_path, tmp_path / "model", train__ignore_config="new_field", train__steps=1)
+    run = prepare(asked, report=lambda line: None)
+    assert run_loop(run).reason == "finished"
+    run.checkpoints.close()
+    assert dlm_jax.load(tmp_path / "run").config.model.vocab_size == FULL + 1
+    again = prepare(asked, report=lambda line: None)
+    again.checkpoints.close()
+    assert int(again.state.step) == 1
+    for source, told in (("shakespeare", "has no effect, because"), ("", "init_from, which is")):
+        with pytest.raises(ValueError, match=rf"train\.ignore_config.*{told}"):
+            prepare(
+                _asked(tmp_path, source, train__ignore_config="a", train__out_dir=tmp_path / "b"),
+                report=lambda line: None,
+            )
+
+
+def test_a_token_that_mask_cannot_begin_with_is_refused(tmp_path):
+    _write(tmp_path / "model", "llama")
+    wrong = _asked(tmp_path, tmp_path / "model", train__mask_like="<none>")
+    with pytest.raises(ValueError, match=r"^train\.mask_like='<none>' is not a token of"):
+        prepare(wrong, report=lambda line: None)
+    causal = {"model__attention_type": "causal", "sample__order": "left_to_right"}
+    with pytest.raises(ValueError, match="no effect with model.attention_type='causal'"):
+        _asked(tmp_path, tmp_path / "model", train__mask_like="<s>", **causal)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A full vocabulary, converted to shifted blocks by adapters."""
+    folder = tmp_path_factory.mktemp("converted")
+    _write(folder / "model", "llama")
+    run = prepare(
+        _asked(
+            folder, folder / "model", model__lora_rank=2, model__attention_type="block_causal",
+            model__block_length=8, model__logit_alignment="shifted",
+        ),
+        report=lambda line: None,
+    )  # fmt: skip
+    assert run_loop(run).reason == "finished"
+    (folder / "model").rename(folder / "moved")
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling`:FutureWarning")
+def test_adapters_train_the_embedding_of_a_new_mask(converted, tmp_path):
+    model = dlm_jax.load(converted / "run")
+    assert np.abs(model.params["adapters"]["mask"]["row"]).max() > 0
+    assert model.tokenizer.mask_id == FULL == model.network.vocab_size - 1
+    ids = np.random.default_rng(0).integers(0, FULL + 1, (2, 24))
+    dlm_jax.export(model, tmp_path / "out")
+    again = dlm_jax.load(tmp_path / "out")
+    assert again.tokenizer.mask_id == FULL and again.family == "fast_dllm"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.mask_token_id == FULL
+    ours, after = _logits(model, ids)[..., :FULL], _logits(again, ids)[..., :FULL]
+    np.testing.assert_allclose(after, ours, rtol=1e-4, atol=1e-4)
+    plain = dataclasses.replace(model, params=model.params | {"adapters": {
+        name: tree for name, tree in model.params["adapters"].items() if name != "mask"
+    }})  # fmt: skip
+    assert np.abs(_logits(plain, ids)[..., :FULL] - ours).max() > 1e-6
+
+
+@pytest.mark.parametrize("saved", ["run", "best", "file"])
+def test_a_converted_model_keeps_chat_ends_settings_and_canvas(converted, tmp_path, saved):
+    path = converted / "run"
+    if saved == "best":
+        path = path / "best"
+    elif saved == "file":
+        out = str(tmp_path / "model.safetensors")
+        assert exporter.main(["--checkpoint", str(path), "--out", out]) == 0
+        path = out
+    model = dlm_jax.load(path)
+    asked = _tokenizer().apply_chat_template(CHAT, add_generation_prompt=True)
+    asked = asked if isinstance(asked, list) else asked["input_ids"]
+    assert model.chat.ids(CHAT).tolist() == asked
+    assert model.eos_ids == (FULL - 2, FULL - 1)
+    assert (model.sample.temperature, model.sample.top_p) == (0.5, 0.9)
+    assert model.max_length == LENGTH
+    assert "fast_dllm" in model.presets and model.sample.order == "threshold"
+
+
+def test_a_run_that_begins_with_a_converted_one_keeps_the_same(converted, tmp_path):
+    shape = {
+        "attention_type": "block_causal", "block_length": 8, "logit_alignment": "shifted",
+        "depth": 2, "width": 24, "heads": 4, "kv_heads": 2, "mlp_width": 40, "qk_norm": False,
+        "activation": "swiglu", "tied_head": False, "norm_epsilon": 1e-6,
+    }  # fmt: skip
+    changes = {f"model__{name}": value for name, value in shape.items()}
+    asked = _asked(tmp_path, converted / "run", data__tokenizer="init", **changes)
+    run = prepare(asked, report=lambda line: None)
+    run.checkpoints.close()
+    theirs = load_meta(converted / "run")
+    for name in ("chat_template", "published"):
+        assert run.meta[name] == theirs[name]
+
+
+def _mask_of(length, block):
+    """Full attention, or attention to the own and earlier blocks, as an additive mask."""
+    number = torch.arange(length) // (block or length)
+    sees = number[:, None] >= number[None]
+    return torch.where(sees, 0.0, torch.finfo(torch.float32).min)[None, None]
+
+
+def _names_of_llada(name):
+    """The name in Llama of a tensor of LLaDA."""
+    for ours, theirs in (
+        ("model.transformer.wte.", "model.embed_tokens."),
+        ("model.transformer.ln_f.", "model.norm."), ("model.transformer.ff_out.", "lm_head."),
+        ("model.transformer.blocks.", "model.layers."),
+        (".attn_norm.", ".input_layernorm."), (".ff_norm.", ".post_attention_layernorm."),
+        (".attn_out.", ".self_attn.o_proj."), (".ff_proj.", ".mlp.gate_proj."),
+        (".up_proj.", ".mlp.up_proj."), (".ff_out.", ".mlp.down_proj."),
+        (".q_proj.", ".self_attn.q_proj."), (".k_proj.", ".self_attn.k_proj."),
+        (".v_proj.", ".self_attn.v_proj."),
+    ):  # fmt: skip
+        name = name.replace(ours, theirs)
+    return name
+
+
+WAYS = {
+    # source: (attention, alignment, block) -> family, and the class of transformers with its blocks
+    "llama-whole": ("llama", "bidirectional", "same", 0, "llada", "llama"),
+    "llama-whole-shifted": ("llama", "bidirectional", "shifted", 0, "dream", "qwen2"),
+    "llama-blocks-shifted": ("llama", "block_causal", "shifted", 4, "fast_dllm", "qwen2"),
+    "qwen2-whole": ("qwen2", "bidirectional", "same", 0, "llada", "qwen2"),
+    "qwen2-whole-shifted": ("qwen2", "bidirectional", "shifted", 0, "dream", "qwen2"),
+    "qwen2-blocks-shifted": ("qwen2", "block_causal", "shifted", 4, "fast_dllm", "qwen2"),
+    "qwen3-blocks": ("qwen3", "block_causal", "same", 4, "sdar", "qwen3"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_converted_model_is_exported_as_a_family_with_its_formula(tmp_path, way):
+    source, attention, alignment, block, family, kind = WAYS[way]
+    _write(tmp_path / "model", source, vocab_size=FULL + 1, is_tied=way == "llama-whole-shifted")
+    causal = dlm_jax.load(tmp_path / "model")
+    shape = dataclasses.replace(
+        causal.config.model, attention_type=attention, logit_alignment=alignment,
+        block_length=block, start_id=-1,
+    )  # fmt: skip
+    config = dataclasses.replace(causal.config, model=shape, sample=SamplingParams())
+    model = dataclasses.replace(
+        causal, network=build(shape), config=config, family="", is_causal=False,
+        sample=SamplingParams(), presets={},
+    )  # fmt: skip
+    out = tmp_path / "out"
+    dlm_jax.export(model, out)
+    again = dlm_jax.load(out)
+    assert again.family == family and again.max_length == LENGTH
+    ids = np.random.default_rng(0).integers(0, FULL + 1, (2, 12))
+    ours = _logits(model, ids)
+    np.testing.assert_allclose(_logits(again, ids), ours, rtol=1e-4, atol=1e-4)
+    theirs = _reference(out, kind, ids, block)
+    if alignment == "shifted":
+        ours, theirs = ours[:, 1:], theirs[:, :-1]
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def _reference(out, kind, ids, block):
+    """Logits of the directory's tensors in the class of transformers with the same blocks."""
+    said = json.loads((out / "config.json").read_text())
+    tensors = safetensors.numpy.load_file(out / "model.safetensors")
+    is_llada = said["model_type"] == "llada"
+    if is_llada:
+        tensors = {_names_of_llada(name): value for name, value in tensors.items()}
+        said |= {"hidden_size": said["d_model"], "intermediate_size": said["mlp_hidden_size"],
+                 "num_hidden_layers": said["n_layers"], "num_attention_heads": said["n_heads"],
+                 "num_key_value_heads": said["n_kv_heads"],
+                 "tie_word_embeddings": said["weight_tying"]}  # fmt: skip
+    config, name, _ = KINDS[kind]
+    fields = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+              "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "vocab_size",
+              "tie_word_embeddings")  # fmt: skip
+    given = {field: said[field] for field in fields if field in said}
+    model = getattr(transformers, name)(
+        getattr(transformers, config)(**given, attn_implementation="eager")
+    ).eval()
+    found = model.load_state_dict(
+        {name: torch.from_numpy(value) for name, value in tensors.items()}, strict=False
+    )
+    assert not found.unexpected_keys
+    assert set(found.missing_keys) <= ({"lm_head.weight"} if said["tie_word_embeddings"] else set())
+    model.tie_weights()
+    with torch.no_grad():
+        mask = _mask_of(ids.shape[1], block).expand(ids.shape[0], -1, -1, -1)
+        return model(torch.from_numpy(ids), attention_mask=mask).logits.numpy()
+
+
+@pytest.mark.parametrize(
+    ("source", "attention", "alignment", "block"),
+    [("llama", "block_causal", "same", 4), ("qwen3", "bidirectional", "same", 0)],
+)
+def test_a_conversion_without_a_family_names_what_the_nearest_needs(
+    tmp_path, source, attention, alignment, block
+):
+    _write(tmp_path / "model", source, vocab_size=FULL + 1)
+    shape = dataclasses.replace(
+        dlm_jax.load(tmp_path / "model").config.model, attention_type=attention,
+        logit_alignment=alignment, block_length=block, start_id=-1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"the nearest, \w+, requires model\."):
+        family_for(shape)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_causal_model_is_exported_as_a_directory_that_transformers_loads(tmp_path, kind):
+    theirs = _write(tmp_path / "model", kind, vocab_size=FULL + 1)
+    dlm_jax.export(dlm_jax.load(tmp_path / "model"), tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, FULL, (2, 12)))
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, theirs(ids).logits)
+    assert type(again) is type(theirs)
+
+
+def _nats_of_theirs(theirs, ids):
+    with torch.no_grad():
+        logits = theirs(torch.tensor([ids])).logits[0].double()
+    logp = torch.log_softmax(logits, dim=-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+    return -logp.sum().item()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_causal_run_its_checkpoint_and_its_export_agree_with_transformers(tmp_path, kind):
+    theirs = _write(tmp_path / "model", kind, vocab_size=FULL + 1)
+    ids = _tokenizer()("the dog and the fox").input_ids
+
+    def nats_of(network, params, mask_id):
+        batch = Batch(jnp.array([ids]), jnp.array([len(ids)]), jnp.array([1]))
+        return float(causal_nll(network, params, batch, mask_id=mask_id)[0].sum())
+
+    causal = {"model__attention_type": "causal", "sample__order": "left_to_right",
+              "train__steps": 1}  # fmt: skip
+    run = prepare(_asked(tmp_path, tmp_path / "model", **causal), report=lambda line: None)
+    mask_id = run.corpus.tokenizer.mask_id
+    before = nats_of(run.network, run.state.params, mask_id)
+    np.testing.assert_allclose(before, _nats_of_theirs(theirs, ids), rtol=1e-5)
+    assert run_loop(run).reason == "finished"
+    trained = dlm_jax.load(tmp_path / "run")
+    dlm_jax.export(trained, tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    expected = _nats_of_theirs(loaded, ids)
+    assert abs(expected - before) > 1e-3
+    for model in (trained, dlm_jax.load(tmp_path / "out")):
+        ours = nats_of(model.network, model.params, mask_id)
+        np.testing.assert_allclose(ours, expected, rtol=1e-5)
+        scored = dlm_jax.score(model, ["the dog and the fox"])
+        np.testing.assert_allclose(scored.nats, [expected], rtol=1e-5)

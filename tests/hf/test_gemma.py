@@ -1,0 +1,508 @@
+"""DiffusionGemma against transformers: hidden states, logits, generated ids, and its directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import published_cases as cases
+import pytest
+import safetensors.numpy
+import tiny_run
+
+import dlm_jax
+import dlm_jax.config as configs
+from dlm_jax.cli import sample
+from dlm_jax.config import ModelConfig, ObjectiveConfig
+from dlm_jax.hf.families import family_for
+from dlm_jax.inference.request import make_requests
+from dlm_jax.inference.slots import Bucket
+from dlm_jax.model import ops
+from dlm_jax.model.transformer import build
+from dlm_jax.randomness import key_of
+from dlm_jax.sampling.loop import start
+from dlm_jax.sampling.state import step_chain
+from dlm_jax.training.trainer import prepare, run_loop
+
+transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
+torch = pytest.importorskip("torch", reason="torch is in an optional extra")
+classes = pytest.importorskip(
+    "transformers.models.diffusion_gemma", reason="needs transformers with DiffusionGemma"
+)
+gemma_parity = pytest.importorskip("benchmarks.gemma_parity", reason="needs the extra bench")
+
+CANVAS, LONGEST = 5, 18
+TEXT = {
+    "vocab_size": cases.VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+    "num_global_key_value_heads": 1, "max_position_embeddings": 64, "sliding_window": 4,
+    "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 12,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+    "pad_token_id": cases.EOS, "eos_token_id": cases.EOS, "bos_token_id": cases.START,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 8, "patch_size": 2,
+    "position_embedding_size": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """The reference with random parameters, its directory, and the model that is read from it."""
+    directory = tmp_path_factory.mktemp("gemma") / "model"
+    config = classes.DiffusionGemmaConfig(
+        text_config=TEXT, vision_config=VISION, canvas_length=CANVAS, mask_token_id=cases.MASK
+    )
+    config._attn_implementation = "eager"
+    reference = classes.DiffusionGemmaForBlockDiffusion(config).eval().float()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        values = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+        for name, value in values.items():
+            draw = torch.randn(value.shape, generator=generator)
+            if "norm" in name or "scal" in name.rsplit(".", 1)[-1]:
+                if "embed_scale" not in name:
+                    value.copy_(1 + 0.1 * draw)
+            elif value.ndim > 1:
+                value.copy_(draw * value.shape[-1] ** -0.5)
+            # So that the loop does not multiply rounding errors.
+            value.mul_(0.1 if "self_conditioning.down" in name else 1.0)
+    reference.save_pretrained(directory)
+    (directory / "tokenizer.json").write_text(cases.tokenizer_json())
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": cases.TEMPLATE}))
+    return reference, directory, dlm_jax.load(directory)
+
+
+def _wanted(reference, prompt, canvas, logits=None):
+    """Hidden states of text and canvas, and the logits of the canvas, of one row."""
+    ids = torch.tensor(np.asarray(prompt)[None].astype(np.int64))
+    noise = torch.tensor(np.asarray(canvas)[None].astype(np.int64))
+    given = None if logits is None else torch.tensor(np.asarray(logits)[None])
+    with torch.no_grad():
+        if len(prompt):
+            found = reference.model(
+                input_ids=ids, decoder_input_ids=noise, self_conditioning_logits=given
+            )
+            text = found.encoder_last_hidden_state[0].numpy()
+        else:
+            # No text: the layers of the decoder attend to the canvas alone.
+            cache = transformers.DynamicCache(config=reference.config.text_config)
+            for layer, kept in zip(reference.model.decoder.layers, cache.layers, strict=True):
+                size = layer.self_attn.head_dim
+                groups = TEXT["num_attention_heads"] // layer.self_attn.num_key_value_groups
+                empty = torch.zeros(1, groups, 0, size)
+                kept.lazy_initialization(empty, empty)
+                kept.keys = kept.values = empty
+            found = reference.model(
+                decoder_input_ids=noise, cache=cache, self_conditioning_logits=given
+            )
+            text = np.zeros((0, TEXT["hidden_size"]), np.float32)
+        hidden = found.last_hidden_state
+        said = reference.lm_head(hidden).float()
+        cap = reference.final_logit_softcapping
+    return text, hidden[0].numpy(), (torch.tanh(said / cap) * cap)[0].numpy()
+
+
+@pytest.fixture(scope="module")
+def forward(both):
+    network = both[2].network
+    run = jax.jit(network.behind)
+
+    def of_rows(prompts, canvases, signal=None):
+        rows = [np.concatenate(pair) for pair in zip(prompts, canvases, strict=True)]
+        tokens = np.full((len(rows), LONGEST), cases.EOS, np.int32)
+        for row, ids in enumerate(rows):
+            tokens[row, : len(ids)] = ids
+        length = np.array([len(row) for row in rows], np.int32)
+        start = np.array([len(prompt) for prompt in prompts], np.int32)
+        if signal is None:
+            signal = np.zeros((len(rows), LONGEST, TEXT["hidden_size"]), np.float32)
+        return run(both[2].params, tokens, length, start, signal)
+
+    return of_rows
+
+
+def _rows(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return (
+        [rng.integers(0, cases.NUM_TOKENS, n).astype(np.int32) for n in lengths],
+        [rng.integers(0, cases.NUM_TOKENS, CANVAS).astype(np.int32) for _ in lengths],
+    )
+
+
+@pytest.mark.parametrize("lengths", [(9,), (0,), (13, 1, 3, 0, 4, 7, 2, 11)])
+@pytest.mark.parametrize("has_signal", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_text_canvas_and_logits_are_those_of_the_reference(both, forward, lengths, has_signal):
+    reference, _, model = both
+    prompts, canvases = _rows(lengths)
+    rng = np.random.default_rng(1)
+    before = 3 * rng.standard_normal((len(lengths), CANVAS, cases.VOCAB)).astype(np.float32)
+    signal = np.zeros((len(lengths), LONGEST, TEXT["hidden_size"]), np.float32)
+    if has_signal:
+        for row, start in enumerate(lengths):
+            signal[row, start : start + CANVAS] = model.network.signal(model.params, before[row])
+    hidden = np.asarray(forward(prompts, canvases, signal))
+    worst = {"text": 0.0, "canvas": 0.0, "logits": 0.0}
+    for row, (prompt, canvas) in enumerate(zip(prompts, canvases, strict=True)):
+        text, wanted, logits = _wanted(
+            reference, prompt, canvas, before[row] if has_signal else None
+        )
+        found = hidden[row, len(prompt) : len(prompt) + CANVAS]
+        said = np.asarray(model.network.readout(model.params, jnp.asarray(found)))
+        pairs = {"text": (hidden[row, : len(prompt)], text), "canvas": (found, wanted),
+                 "logits": (said, logits)}  # fmt: skip
+        for name, (ours, theirs) in pairs.items():
+            scale = np.abs(theirs).max(initial=1)
+            worst[name] = max(worst[name], float(np.abs(ours - theirs).max(initial=0) / scale))
+    assert max(worst.values()) < 1e-5, worst
+
+
+def test_a_row_of_noise_alone_is_what_the_trunk_takes_it_for(both, forward):
+    model = both[2]
+    _, canvases = _rows((0, 0))
+    tokens, length = np.stack(canvases), np.full(2, CANVAS, np.int32)
+    hidden, cache = model.network.trunk(model.params, tokens, length, None)
+    assert cache is None
+    found = np.asarray(forward([np.zeros(0, np.int32)] * 2, canvases))[:, :CANVAS]
+    np.testing.assert_allclose(hidden, found, atol=2e-5)
+
+
+def test_accelerators_trace_one_layer_of_each_stack_and_compute_the_same(
+    both, forward, monkeypatch
+):
+    model = both[2]
+    prompts, canvases = _rows((3, 7))
+    wanted = np.asarray(forward(prompts, canvases))
+    rows = [np.concatenate(pair) for pair in zip(prompts, canvases, strict=True)]
+    tokens = np.zeros((2, LONGEST), np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    given = model.params, tokens, np.array([len(x) for x in rows]), np.array([3, 7])
+
+    def trace():
+        return jax.jit(lambda *args: model.network.behind(*args)).trace(*given)
+
+    assert str(trace().jaxpr).count("top_k") == 2
+    monkeypatch.setattr(ops, "platform", lambda: "tpu")
+    traced = trace()
+    assert str(traced.jaxpr).count("top_k") == 2
+    found = np.asarray(traced.lower().compile()(*given))
+    for row, ids in enumerate(rows):
+        np.testing.assert_allclose(found[row, : len(ids)], wanted[row, : len(ids)], atol=2e-5)
+
+
+def test_loading_exporting_and_loading_is_the_identity(both, tmp_path):
+    reference, directory, model = both
+    dlm_jax.export(model, tmp_path / "out", max_shard_bytes=50_000)
+    again = dlm_jax.load(tmp_path / "out")
+    assert again.config == model.config
+    assert (again.tokenizer, again.chat) == (model.tokenizer, model.chat)
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    # The reference reads what is written, but for the tower of images, which is left out.
+    back = classes.DiffusionGemmaForBlockDiffusion.from_pretrained(
+        tmp_path / "out", config=reference.config
+    ).state_dict()
+    for name, value in reference.state_dict().items():
+        if "vision" not in name:
+            assert torch.equal(back[name], value), name
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    theirs = classes.DiffusionGemmaConfig.from_dict(said)
+    assert theirs.canvas_length == CANVAS
+    ours = reference.config.text_config
+    for name in ("layer_types", "rope_parameters", "sliding_window", "final_logit_softcapping"):
+        assert getattr(theirs.text_config, name) == getattr(ours, name), name
+    for layer in range(TEXT["num_hidden_layers"]):
+        read, wanted = theirs.text_config.per_layer_config[layer], ours.per_layer_config[layer]
+        assert read.head_dim == wanted.head_dim
+        assert read.num_key_value_heads == wanted.num_key_value_heads
+
+
+def test_tensors_under_the_names_of_the_encoder_are_read_too(both, tmp_path):
+    _, directory, model = both
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    made = safetensors.numpy.load_file(directory / "model.safetensors")
+    other = {
+        name.replace("model.decoder.", "model.encoder.language_model.")
+        if name.startswith("model.decoder.") and "scalar" not in name and "self_cond" not in name
+        else name: value
+        for name, value in made.items()
+    }
+    safetensors.numpy.save_file(other, tmp_path / "model.safetensors")
+    again = dlm_jax.load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "text"),
+    [
+        ("config", {"layer_types": ["sliding_attention"] + ["full_attention"] * 5},
+         "use equal groups"),
+        ("config", {"attention_bias": True}, "attention_bias=True is not implemented"),
+        ("config", {"per_layer_config": {"2": {"head_dim": 8}}}, "only one for all full layers"),
+        ("config", {"hidden_activation": "silu"}, "hidden_activation='silu' is not implemented"),
+        ("generation_config", {"max_new_tokens": "256"}, "max_new_tokens='256' must be a number"),
+        ("generation_config", {"max_denoising_steps": 0, "t_min": 0.4, "t_max": 0.8},
+         "max_denoising_steps=0 must be"),
+        ("generation_config", {"t_min": "a", "t_max": 0.8}, "t_min='a' must be a number"),
+        ("generation_config", {"sampler_config": [1]}, r"sampler_config=\[1\] is not an object"),
+    ],
+)  # fmt: skip
+def test_fields_that_it_does_not_implement_are_refused_by_name(both, tmp_path, file, changes, text):
+    shutil.copytree(both[1], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / f"{file}.json"
+    config = json.loads(path.read_text())
+    config.get("text_config", config).update(changes)
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=text) as refused:
+        dlm_jax.load(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+LOOP = {
+    "order": "entropy_renoise", "gen_length": 3 * CANVAS, "steps": 12, "temperature": 0.0,
+    "temperature_end": -1.0, "entropy_bound": 4.0, "renoise_stop": 3.0, "stop_at_eos": True,
+    "ties": "lower", "cache": "exact", "max_length": 32,
+}  # fmt: skip
+PROMPTS = ((3, 9, 1), (7,), (2, 0, 5, 11, 25, 6, 8, 20, 1, 4), (12, 29))
+
+
+@pytest.fixture(scope="module")
+def sharp(both, tmp_path_factory):
+    """The reference and the model, of likely tokens; that of EOS is not."""
+    reference, directory, _ = both
+    folder = tmp_path_factory.mktemp("sharp")
+    shutil.copytree(directory, folder, dirs_exist_ok=True)
+    made = safetensors.numpy.load_file(directory / "model.safetensors")
+    made = {name: x * 2.5 if "embed_tokens" in name else x for name, x in made.items()}
+    safetensors.numpy.save_file(made, folder / "model.safetensors", {"format": "pt"})
+    again = type(reference).from_pretrained(folder, config=reference.config).eval().float()
+    return again, dlm_jax.load(folder)
+
+
+@pytest.mark.slow
+def test_ids_are_those_of_the_reference_with_the_same_noise(sharp):
+    reference, model = sharp
+    number, differ = gemma_parity.num_different(reference, model, PROMPTS, LOOP, (1, 8))
+    assert number > 30 and differ == [0, 0]
+
+
+def _written(model, rows, **settings):
+    result = dlm_jax.generate(model, rows, **(LOOP | settings))
+    return [result.tokens[i, : result.lengths[i]].tolist() for i in range(len(rows))], result
+
+
+@pytest.fixture(scope="module")
+def drawn(both):
+    """Rows with their own settings, and what is written of them."""
+    rows = [
+        {"tokens": list(prompt), "seed": seed, "temperature": (0.8, 0.0, 1.2, 0.5)[seed],
+         "temperature_end": (0.4, -1.0, 0.3, 0.5)[seed],
+         "entropy_bound": (0.1, 6.0, 3.0, 1.0)[seed]}
+        for seed, prompt in enumerate(PROMPTS)
+    ]  # fmt: skip
+    return rows, *_written(both[2], rows)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_and_nothing_compiles_again(both, drawn):
+    rows, wanted, first = drawn
+    found, again = _written(both[2], rows[::-1])
+    assert found[::-1] == wanted
+    assert len(first.programs) <= 1 and not again.programs
+    few, again = _written(both[2], [rows[2], {"tokens": [1], "seed": 7}, rows[0]])
+    assert [few[0], few[2]] == [wanted[2], wanted[0]] and not again.programs
+
+
+@pytest.mark.slow
+def test_the_cache_changes_the_time_and_not_the_text(both, drawn):
+    rows, wanted, with_cache = drawn
+    found, without = _written(both[2], rows, cache="none")
+    assert found == wanted
+    # One forward more for the text before each canvas.
+    canvases = np.asarray(with_cache.forwards) - np.asarray(without.forwards)
+    assert ((canvases >= 1) & (canvases <= 3)).all()
+
+
+def test_prompts_stay_and_banned_ids_are_never_written(both, drawn):
+    rows, wanted, _ = drawn
+    never = set(both[2].banned_ids) - set(both[2].eos_ids)
+    for row, ids in zip(rows, wanted, strict=True):
+        assert ids[: len(row["tokens"])] == row["tokens"]
+        assert not never & set(ids[len(row["tokens"]) :])
+
+
+def test_each_canvas_has_its_own_steps_and_temperatures(both):
+    state = canvas_state(both[2], LOOP | {"temperature": 1.0, "temperature_end": 0.25})
+    assert state.block.steps_B.tolist() == [LOOP["steps"] // 3]
+
+    def temperature(step, taken):
+        block = state.block._replace(step_B=jnp.array([step]))
+        chain = step_chain(state._replace(block=block, step_B=jnp.array([taken])))
+        (one,) = (t for t in chain.transforms if type(t).__name__ == "Temperature")
+        return float(one.temperature_B[0])
+
+    for canvas in range(3):
+        found = [temperature(step, 4 * canvas + step) for step in range(4)]
+        np.testing.assert_allclose(found, [1.0, 0.75, 0.5, 0.25], rtol=1e-6)
+
+
+def canvas_state(model, settings):
+    """The state of one row before its first step."""
+    (request,) = make_requests(model, {"tokens": [1]}, settings)
+    row, rules = Bucket([request], model.facts, 32).pack([request])
+    length = request.tokens.size
+    tokens = np.pad(request.tokens, (0, 32 - length))[None]
+    return start(tokens, jnp.array([length]), row, rules, mask_id=cases.MASK)
+
+
+def test_the_directory_recommends_the_loop_and_its_file_changes_it(both, tmp_path):
+    model = both[2]
+    first = model.preset("diffusion_gemma")
+    fits = {k: v for k, v in first.items() if k not in ("gen_length", "steps")}
+    assert {k: getattr(model.sample, k) for k in fits} == fits
+    assert model.process.name == "uniform"
+    shutil.copytree(both[1], tmp_path, dirs_exist_ok=True)
+    config = {
+        "max_denoising_steps": 6, "max_new_tokens": 2 * CANVAS, "t_min": 0.2, "t_max": 0.8,
+        "confidence_threshold": 0.3, "stability_threshold": 1, "eos_token_id": [cases.EOS],
+        "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.7},
+    }  # fmt: skip
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    read = dlm_jax.load(tmp_path).sample
+    assert (read.steps, read.gen_length, read.entropy_bound) == (12, 2 * CANVAS, 0.7)
+    assert (read.temperature, read.renoise_stop) == (0.8, 0.3)
+    assert read.temperature_end == pytest.approx(0.2 + 0.6 / 6)
+    # The program reads what is written of it, and so does the library.
+    out = tmp_path / "out"
+    dlm_jax.export(dlm_jax.load(tmp_path), out)
+    assert dlm_jax.load(out).sample == read
+    theirs = gemma_parity.theirs.DiffusionGemmaGenerationConfig.from_pretrained(out).to_dict()
+    for name in ("max_denoising_steps", "max_new_tokens", "t_max", "confidence_threshold"):
+        assert theirs[name] == config[name], name
+    assert theirs["t_min"] == pytest.approx(0.2)
+    config["stability_threshold"] = 2
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="stability_threshold=2 is not implemented"):
+        dlm_jax.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"order": "random"}, "order='random' fills holes"),
+        ({"block_length": CANVAS + 1}, "block_length=6 is outside the range 1 to 5"),
+        ({"cache": "prefix"}, "cache='prefix' is not supported with order='entropy_renoise'"),
+        ({"guidance": 1.0}, "guidance=1.0 is not supported with"),
+        ({"remask": "scheduled"}, "remask='scheduled' is not supported with"),
+        ({"trace": True}, "order='entropy_renoise' has no trace"),
+        ({"steps": 2}, "steps=2 is less than the 3 blocks"),
+    ],
+)
+def test_settings_that_canvases_do_not_support_are_refused_in_one_line(both, settings, message):
+    with pytest.raises(ValueError) as caught:
+        dlm_jax.generate(both[2], [{"tokens": [1]}], **(LOOP | settings))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_tokens_given_behind_a_canvas_and_models_of_another_process_are_refused(both):
+    with pytest.raises(ValueError, match="after a hole, where a model with canvases"):
+        dlm_jax.generate(both[2], [{"template": "a<hole:2>b"}], **(LOOP | {"gen_length": 0}))
+    masked = dataclasses.replace(both[2].config, objective=ObjectiveConfig())
+    with pytest.raises(ValueError, match="entropy_renoise' writes random tokens, but the model"):
+        dlm_jax.generate(dataclasses.replace(both[2], config=masked), [{"tokens": [1]}], **LOOP)
+
+
+def test_self_conditioning_without_its_part_of_the_network_is_refused(both, tmp_path):
+    network = both[2].network
+    with pytest.raises(ValueError, match="Network.signal has no effect without Network.behind"):
+        dataclasses.replace(network, behind=None, canvas_length=0)
+    with pytest.raises(ValueError, match="Network.canvas_length=0 is not supported with"):
+        dataclasses.replace(network, canvas_length=0)
+    shutil.copytree(both[1], tmp_path, dirs_exist_ok=True)
+    made = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    made = {name: value for name, value in made.items() if "self_conditioning" not in name}
+    safetensors.numpy.save_file(made, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="self_conditioning"):
+        dlm_jax.load(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_conversation_is_answered_by_its_template(both, capsys):
+    _, directory, model = both
+    turns = [{"role": "user", "content": "hi"}]
+    assert model.chat.text(turns) == "<|start|>user hi<|end|><|start|>assistant "
+    arguments = ["--checkpoint", str(directory), "--chat", "--prompt", "hi", "--steps", "4",
+                 "--gen-length", str(CANVAS)]  # fmt: skip
+    assert sample.main(arguments) == 0
+    answer = capsys.readouterr().out
+    assert "user" not in answer and len(answer.strip("\n")) <= CANVAS
+
+
+A4B = ModelConfig(
+    depth=30, width=2816, heads=16, kv_heads=8, head_size=256, mlp_width=2112, activation="geglu",
+    norm_epsilon=1e-6, vocab_size=262144, rope_theta=1e4, attention_type="canvas",
+    block_length=256, attention_window=1024, full_every=6, full_head_size=512, full_kv_heads=2,
+    full_rope_theta=1e6, full_rotary_share=0.25, full_value_from_key=True, attention_scale=1.0,
+    value_norm=True, post_norms=True, layer_scales=True, embedding_scaled=True, logit_cap=30.0,
+    self_conditioning=True, experts=128, experts_per_token=8, expert_width=704,
+    experts_beside=True, router_scales=True, router_normalised=True,
+)  # fmt: skip
+
+
+def test_the_published_shape_has_26_billion_parameters_of_which_4_are_active():
+    shapes = jax.eval_shape(build(A4B).init, key_of(0))
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    total = sum(leaf.size for _, leaf in leaves)
+    in_experts = sum(leaf.size for path, leaf in leaves if "expert_" in jax.tree_util.keystr(path))
+    active = total - in_experts * (1 - A4B.experts_per_token / A4B.experts)
+    assert 25e9 < total < 27e9
+    assert 3.5e9 < active < 4.5e9
+    assert family_for(A4B).name == "diffusion_gemma"
+
+
+def test_tokens_are_not_scored_by_a_model_without_mask(both):
+    row = dlm_jax.DecodingRow(np.array([3, 4], np.int32), [1])
+    with pytest.raises(ValueError, match="tokens are scored in holes, but the model"):
+        dlm_jax.order_logprobs(both[2], [row])
+    with pytest.raises(ValueError, match="a model with canvases has no likelihood"):
+        dlm_jax.score(both[2], ["ab"])
+
+
+@pytest.mark.slow
+def test_adapters_of_a_published_model_train_on_canvases_behind_text(both, tmp_path):
+    lines = [json.dumps({"prompt": "the ", "response": "quick fox."})] * 40
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    flags = {
+        "train.init_from": both[1], "train.out_dir": tmp_path / "run", "train.steps": 2,
+        "train.batch_size": 8, "train.eval_windows": 2, "train.eval_every": 0,
+        "train.sample_every": 0, "train.log_every": 1, "optim.warmup_steps": 1,
+        "optim.name": "adamw", "data.source": tmp_path / "pairs.jsonl", "data.seq_len": LONGEST,
+        "data.layout": "documents", "data.cache_dir": tmp_path / "cache",
+        "objective.process": "uniform", "model.lora_rank": 2,
+    }  # fmt: skip
+    config = configs.load(None, {name: str(value) for name, value in flags.items()})
+    run = prepare(config, report=lambda line: None)
+    before = jax.tree.map(np.asarray, run.state.params)
+    outcome = run_loop(run)
+    assert outcome.reason == "finished"
+    for name, tree in before.items():
+        if name != "adapters":
+            jax.tree.map(np.testing.assert_array_equal, outcome.params[name], tree)
+    is_moved = jax.tree.map(lambda a, b: np.any(a != b), outcome.params["adapters"],
+                            before["adapters"])  # fmt: skip
+    assert all(jax.tree.leaves(is_moved))
+    losses = [line for line in tiny_run.records(tmp_path / "run") if "canvas" in line]
+    assert losses and all(
+        np.isfinite([line["canvas"], line["next_token"]]).all() for line in losses
+    )
+    trained = dlm_jax.load(tmp_path / "run")
+    assert trained.process.name == "uniform"
+    dlm_jax.export(trained, tmp_path / "out")
+    again = dlm_jax.load(tmp_path / "out")
+    assert again.family == "diffusion_gemma" and "adapters" not in again.params
+    text = dlm_jax.generate(again, ["the "], gen_length=CANVAS, steps=4).texts[0]
+    assert text.startswith("the ")

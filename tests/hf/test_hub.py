@@ -1,0 +1,217 @@
+"""Models by their ids on a hub, which is a stub on loopback; each client is its own process."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import published_cases
+import pytest
+import tiny_run
+from hub_stub import serving_hub
+
+import dlm_jax
+from dlm_jax.cli import sample
+from dlm_jax.cli.server import _name_of
+from dlm_jax.hf.hub import WEIGHTS, fetched, hub_id, model_card, push_to_hub
+from dlm_jax.settings import SettingError
+from dlm_jax.store.weights import SHIPPED
+
+ROOT = Path(__file__).parents[2]
+DATA = {"modeling_llada.py": b"raise SystemExit('it was run')", "original/model.safetensors": b"x"}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return published_cases.write(tmp_path_factory.mktemp("hub") / "model", "llada", seed=3)
+
+
+@pytest.fixture
+def client(tmp_path):
+    """Runs Python as somebody whose hub, cache and token are of this test."""
+
+    def run(url, code, **more):
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+        env |= {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT),
+                "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1",
+                "JAX_PLATFORMS": "cpu"} | more  # fmt: skip
+        command = [sys.executable, "-c", code] if isinstance(code, str) else [sys.executable, *code]
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+        )
+
+    return run
+
+
+def _files(path):
+    return {one.name: one.read_bytes() for one in Path(path).iterdir()}
+
+
+TELL = """
+import json, sys
+from dlm_jax.hf.hub import fetched
+from dlm_jax.settings import SettingError
+told = []
+for name in sys.argv[1:] or NAMES:
+    try:
+        told.append(str(fetched(name)))
+    except SettingError as error:
+        told.append(f"{error.name}: {error}")
+print(json.dumps(told))
+"""
+
+
+def _told(done):
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, tmp_path):
+    names = ["org/m", "org/m@other", "org/none", "org/m@none", "org/gated", "org/empty"]
+    with serving_hub() as hub:
+        hub.repos["org/m"] = {"main": _files(directory) | DATA, "other": _files(directory)}
+        hub.repos["org/m"]["other"]["chat_template.jinja"] = b"{{ messages }}"
+        hub.repos["org/empty"] = {"main": {"README.md": b""}}
+        hub.gated.add("org/gated")
+        online = client(hub.url, f"NAMES = {names!r}\n{TELL}", HF_TOKEN="secret")
+        whole, other, *refused = _told(online)
+        assert _files(whole) == {k: v for k, v in _files(directory).items()}
+        assert _files(other).keys() - _files(whole).keys() == {"chat_template.jinja"}
+        assert str(tmp_path) in whole
+        assert [line.split(";")[0] for line in refused] == [
+            "checkpoint: checkpoint='org/none' is neither a local path nor a model on the Hub that "
+            "you can access",
+            "checkpoint: checkpoint='org/m@none' is not an existing revision",
+            "checkpoint: checkpoint='org/gated' is gated",
+            "checkpoint: checkpoint='org/empty' has neither a config.json nor a single "
+            ".safetensors file",
+        ]
+        assert {token for _, _, token in hub.asked} == {"secret"}
+        assert not [path for _, path, _ in hub.asked if ".py" in path or "original" in path]
+        downloads = [path for method, path, _ in hub.asked if method == "GET" and "resolve" in path]
+        assert _told(client(hub.url, f"NAMES = ['org/m']\n{TELL}")) == [whole]
+        again = [path for method, path, _ in hub.asked if method == "GET" and "resolve" in path]
+        assert again == downloads
+    # Nobody listens any more; and then it is not even tried.
+    for more in ({}, {"HF_HUB_OFFLINE": "1"}):
+        kept, lost = _told(client(hub.url, f"NAMES = ['org/m', 'org/x']\n{TELL}", **more))
+        assert kept == whole
+        assert lost.startswith("checkpoint: checkpoint='org/x' is not a local path, the Hub ")
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_a_model_of_the_hub(directory, client, tmp_path):
+    given = tiny_run.flags(tmp_path / "run", train__init_from="org/m", train__steps=1)
+    flags = [f"--{name}={value}" for name, value in given.items() if name[:6] != "model."]
+    with serving_hub() as hub:
+        hub.repos["org/m"] = {"main": _files(directory)}
+        done = client(hub.url, [str(ROOT / "train.py"), *flags])
+        assert done.returncode == 0, done.stderr
+        lost = client(hub.url, [str(ROOT / "train.py"), *flags, "--train.init_from", "org/none"])
+    assert lost.returncode == 2
+    (line,) = [line for line in lost.stderr.splitlines() if line.startswith("error")]
+    assert "train.init_from='org/none' is neither a local path nor a model on the Hub" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing@v1"])
+def test_the_program_refuses_what_is_not_there_in_one_line(client, name):
+    with serving_hub() as hub:
+        for url in (hub.url, "http://127.0.0.1:9"):
+            done = client(url, [str(ROOT / "sample.py"), "--checkpoint", name, "--prompt", "A"])
+            assert done.returncode == 2 and done.stdout == ""
+            lines = done.stderr.strip().splitlines()
+            assert lines[-1].startswith(f"error: --checkpoint={name!r} is ")
+            assert "Traceback" not in done.stderr and ";" in lines[-1]
+
+
+def test_without_the_extra_the_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(SystemExit) as ended:
+        sample.main(["--checkpoint", "nobody/nothing", "--prompt", "A"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "nobody/nothing" in line and "pip install 'dlm_jax[hub]'" in line
+
+
+def test_what_is_here_is_never_looked_up(monkeypatch, tmp_path, directory):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "m").symlink_to(directory)
+    assert fetched("org/m") == "org/m" and dlm_jax.load("org/m").family == "llada"
+    # A name that is missing in a directory that is here is a slip, no id.
+    with pytest.raises(ValueError, match="org/typo does not exist"):
+        dlm_jax.load("org/typo")
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("org/m", ("org/m", None)), ("GSAI-ML/LLaDA-8B.x_1", ("GSAI-ML/LLaDA-8B.x_1", None)),
+        ("org/m@refs/pr/1", ("org/m", "refs/pr/1")), ("org/m@abc1", ("org/m", "abc1")),
+        ("org", None), ("a/b/c", None), ("/a/b", None), ("./b", None), ("../b", None),
+        ("~/b", None), ("a/m.safetensors", None), ("tests/nothing", None), ("gs://b/c", None),
+        (Path("org/m"), None), (None, None), ("org/", None), ("org/m@", None),
+    ],
+)  # fmt: skip
+def test_ids_are_told_from_paths(monkeypatch, path, found):
+    monkeypatch.chdir(ROOT)
+    assert hub_id(path) == found
+
+
+def test_a_server_calls_a_model_of_the_hub_by_its_id():
+    assert _name_of("org/m-1.5@v2") == "org/m-1.5"
+
+
+PUSH = """
+import sys
+from dlm_jax.hf.hub import push_to_hub
+print(push_to_hub(PATH, "org/new", **MORE))
+"""
+
+
+@pytest.mark.parametrize("kind", ["directory", pytest.param("weights", marks=pytest.mark.slow)])
+def test_what_is_pushed_is_loaded_again(directory, client, kind):
+    path = directory if kind == "directory" else SHIPPED["proofreader"]
+    code = f"PATH = {str(path)!r}\nMORE = {{'license': 'apache-2.0'}}\n{PUSH}"
+    with serving_hub() as hub:
+        lone = client(hub.url, code)
+        assert lone.returncode == 1 and "status 401; log in" in lone.stderr.splitlines()[-1]
+        done = client(hub.url, code, HF_TOKEN="secret")
+        assert done.returncode == 0, done.stderr
+        pushed = hub.repos["org/new"]["main"]
+        card = pushed["README.md"].decode()
+        assert "license: apache-2.0" in card and 'dlm_jax.load("org/new")' in card
+        files = _files(path) if kind == "directory" else {WEIGHTS: path.read_bytes()}
+        assert {k: v for k, v in pushed.items() if k != "README.md"} == files
+        assert done.stdout.strip().startswith(f"{hub.url}/org/new/commit/")
+        # A card that is there is its author's.
+        pushed["README.md"] = b"mine"
+        assert client(hub.url, code, HF_TOKEN="secret").returncode == 0
+        assert pushed["README.md"] == b"mine" and len(hub.messages) == 2
+        (copy,) = _told(client(hub.url, f"NAMES = ['org/new']\n{TELL}"))
+        assert (
+            _files(copy) if kind == "directory" else {WEIGHTS: Path(copy).read_bytes()}
+        ) == files
+
+
+def test_only_models_are_pushed(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(SettingError, match="is neither a published directory nor a weights"):
+            push_to_hub(path, "org/m")
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"x")
+    with pytest.raises(ValueError, match="cannot be read"):
+        push_to_hub(broken, "org/m")
+
+
+def test_a_model_card_begins_with_its_front_matter(directory):
+    card = model_card(directory, "org/m")
+    head = re.match(r"---\n(.*?)\n---\n\n# m\n", card, flags=re.DOTALL)
+    assert head is not None and "library_name: dlm_jax" in head[1] and "license" not in head[1]
+    compiled = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    assert len(compiled) == 1 and compile(compiled[0], "card", "exec")

@@ -1,0 +1,226 @@
+"""Published causal models read and write the same tokens as in transformers.
+
+References are transformers' own calls, as a user makes them: ``tokenizer(text)``,
+``apply_chat_template``, ``generate``, and the log-softmax of its logits.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import transformers_cases as cases
+
+import dlm_jax
+from dlm_jax.config import Config, ModelConfig
+from dlm_jax.inference.model import Model
+from dlm_jax.objectives.objective import Batch, next_token
+from dlm_jax.settings import SettingError
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+KINDS = {"llama": ("llama", False), "llama with BOS": ("llama", True), "qwen2": ("qwen2", False)}
+NEW = 12
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def loaded(request, tmp_path_factory):
+    kind, adds_bos = KINDS[request.param]
+    path = tmp_path_factory.mktemp("model") / kind
+    theirs, tokenizer = cases.write(path, kind, adds_bos=adds_bos)
+    return dlm_jax.load(path), theirs, tokenizer
+
+
+def _asked(model, tokenizer, text):
+    """A text, or the ids that transformers reads if the text would be encoded without BOS."""
+    ids = tokenizer(text).input_ids
+    is_same = ids == [*getattr(model, "prefix_ids", ()), *model.tokenizer.encode(text).tolist()]
+    return {"prompt": text} if is_same else {"tokens": ids}
+
+
+def _theirs(theirs, ids):
+    with torch.no_grad():
+        out = theirs.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+    return out[0, len(ids) :].tolist()
+
+
+def _ours(model, asked, **more):
+    how = {"gen_length": NEW, "steps": NEW} | more
+    made = dlm_jax.generate(model, asked, **how)
+    is_new = made.committed >= 0
+    return [tokens[own].tolist() for tokens, own in zip(made.tokens, is_new, strict=True)]
+
+
+@pytest.mark.parametrize("cache", ["exact", "none"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_greedy_ids_of_prompts_and_chats_are_those_of_generate(loaded, batch, cache):
+    model, theirs, tokenizer = loaded
+    chats = [[{"role": "user", "content": text}] for text in cases.PROMPTS]
+    ids = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    ids = [own if isinstance(own, list) else own["input_ids"] for own in ids]
+    asked = [_asked(model, tokenizer, text) for text in cases.PROMPTS]
+    for own, chat in zip(ids, chats, strict=True):
+        assert model.chat.ids(chat).tolist() == own
+        asked.append({"tokens": own})
+    ids = [tokenizer(text).input_ids for text in cases.PROMPTS] + ids
+    found = []
+    for first in range(0, len(asked), batch):
+        found += _ours(model, asked[first : first + batch], cache=cache)
+    assert found == [_theirs(theirs, own) for own in ids]
+
+
+def test_a_cache_is_the_preset_of_causal_models(loaded):
+    assert loaded[0].sample.cache == "exact"
+
+
+def _logprobs(theirs, ids):
+    """The log-probability of each token but the first."""
+    with torch.no_grad():
+        logits = theirs(torch.tensor([ids])).logits[0].double()
+    return torch.log_softmax(logits, dim=-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+
+
+def test_scores_are_sums_of_the_log_softmax_and_the_first_token_costs_nothing(loaded):
+    model, theirs, tokenizer = loaded
+    # Without BOS in the row, the first token of the text is the first token of the row.
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in cases.PROMPTS]
+    prefix = list(getattr(model, "prefix_ids", ()))
+    found = dlm_jax.score(model, cases.PROMPTS)
+    wanted = [-float(_logprobs(theirs, prefix + own).sum()) for own in ids]
+    np.testing.assert_allclose(found.nats, wanted, rtol=1e-5)
+    assert found.tokens.tolist() == [len(own) - (not prefix) for own in ids]
+    first = dlm_jax.score(model, ["a"])
+    if not prefix:
+        assert first.nats.tolist() == [0] and first.tokens.tolist() == [0]
+        assert np.isnan(first.nats_per_token).all()
+
+
+def test_all_tokens_after_a_prompt_are_scored(loaded):
+    model, theirs, tokenizer = loaded
+    prompts, texts = ("who", "a rat "), ("sat here", "ate")
+    found = dlm_jax.score(model, texts, prompts=prompts)
+    prefix = list(getattr(model, "prefix_ids", ()))
+    for place, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        given = prefix + tokenizer(prompt, add_special_tokens=False).input_ids
+        rest = tokenizer(text, add_special_tokens=False).input_ids
+        wanted = -float(_logprobs(theirs, given + rest)[-len(rest) :].sum())
+        np.testing.assert_allclose(found.nats[place], wanted, rtol=1e-5)
+        assert found.tokens[place] == len(rest)
+
+
+def test_windows_of_a_long_text_score_all_tokens_but_the_first(loaded):
+    model, theirs, _ = loaded
+    if getattr(model, "prefix_ids", ()):
+        pytest.skip("each window begins with BOS")
+    text = ("the cat sat. a rat ran. " * 7)[:150]
+    ids = model.tokenizer.encode(text).tolist()
+    found = dlm_jax.score(model, [text])
+    parts = [ids[start : start + 64] for start in range(0, 149, 63)]
+    wanted = -sum(float(_logprobs(theirs, part).sum()) for part in parts)
+    np.testing.assert_allclose(found.nats, [wanted], rtol=1e-5)
+    assert found.tokens.tolist() == [149]
+
+
+def test_the_harness_returns_the_log_softmax_and_what_is_greedy(loaded):
+    """Without a context, the row begins with BOS, as in the harness's own model class."""
+    from dlm_jax.harness.lm import Evaluated
+
+    model, theirs, tokenizer = loaded
+    written = model.tokenizer.decode(_ours(model, [{"tokens": tokenizer("the cat").input_ids}])[0])
+    pairs = [("the cat", written), ("the cat", " sat"), ("a rat", " ran."), ("", "who")]
+    asked = [SimpleNamespace(args=pair) for pair in pairs]
+    found = Evaluated(model=model, batch_size=1).loglikelihood(asked)
+    prefix = list(getattr(model, "prefix_ids", ()))
+    for (context, rest), (logprob, is_greedy) in zip(pairs, found, strict=True):
+        ids = [tokenizer(text, add_special_tokens=False).input_ids for text in (context, rest)]
+        given = prefix + ids[0] or [tokenizer.bos_token_id]
+        wanted = _logprobs(theirs, given + ids[1])[-len(ids[1]) :].sum()
+        np.testing.assert_allclose(logprob, float(wanted), rtol=1e-5)
+        with torch.no_grad():
+            best = theirs(torch.tensor([given + ids[1]])).logits[0].argmax(dim=-1).tolist()
+        assert is_greedy == (best[len(given) - 1 : -1] == ids[1])
+    (rolling,) = Evaluated(model=model).loglikelihood_rolling(
+        [SimpleNamespace(args=("a rat sat",))]
+    )
+    ids = tokenizer("a rat sat", add_special_tokens=False).input_ids
+    wanted = _logprobs(theirs, (prefix or [tokenizer.bos_token_id]) + ids).sum()
+    np.testing.assert_allclose(rolling, float(wanted), rtol=1e-5)
+
+
+def test_a_score_does_not_depend_on_the_batch_size(loaded):
+    model = loaded[0]
+    texts = [*cases.PROMPTS, "the sea"]
+    wanted = [dlm_jax.score(model, [text]).nats[0] for text in texts]
+    for batch_size in (1, 2, 16):
+        found = dlm_jax.score(model, texts, batch_size=batch_size)
+        np.testing.assert_allclose(found.nats, wanted, rtol=1e-5)
+
+
+def test_training_and_likelihood_count_the_same_tokens_at_the_same_cost(loaded):
+    """The loss of a run that begins with the model is that of the model."""
+    import jax.numpy as jnp
+
+    from dlm_jax.objectives.losses import cross_entropy
+
+    model = loaded[0]
+    ids = model.tokenizer.encode("a rat sat here.")
+    tokens = np.zeros((1, 64), np.int32)
+    tokens[0, : ids.size] = ids
+    batch = Batch(jnp.asarray(tokens), jnp.array([ids.size]), jnp.array([0]))
+    shown = next_token(batch, predicts_first=model.config.model.predicts_first)
+    hidden, _ = model.network.trunk(model.params, shown.shown_BL, batch.length_B, None)
+    nll = cross_entropy(
+        model.network, model.params, hidden, batch.tokens_BL, mask_id=model.tokenizer.mask_id
+    )
+    loss = float((nll * shown.weight_BL).sum())
+    found = dlm_jax.score(model, ["a rat sat here."])
+    if not getattr(model, "prefix_ids", ()):
+        np.testing.assert_allclose(found.nats, [loss], rtol=1e-5)
+        assert float(shown.total) == found.tokens[0]
+
+
+def test_an_empty_prompt_begins_with_bos_as_in_generate(loaded):
+    model, theirs, _ = loaded
+    with torch.no_grad():
+        out = theirs.generate(max_new_tokens=NEW, do_sample=False)
+    assert _ours(model, [""]) == [out[0, 1:].tolist()]
+
+
+def test_a_row_that_begins_with_a_hole_is_refused_without_bos(tmp_path):
+    cases.write(tmp_path / "model", "qwen2", adds_bos=False, has_bos=False)
+    model = dlm_jax.load(tmp_path / "model")
+    with pytest.raises(SettingError, match="^prompt is empty, but the model predicts each token"):
+        dlm_jax.generate(model, [""])
+    with pytest.raises(SettingError, match="^prompt is empty, but the model predicts each token"):
+        dlm_jax.generate(model, [{"template": "<hole:2> cat"}])
+
+
+def test_an_exported_causal_model_reads_and_writes_the_same_text(loaded, tmp_path):
+    model, _, tokenizer = loaded
+    dlm_jax.export(model, tmp_path / "copy")
+    again = dlm_jax.load(tmp_path / "copy")
+    asked = [_asked(model, tokenizer, text) for text in cases.PROMPTS[:2]]
+    assert _ours(again, asked) == _ours(model, asked)
+    assert again.config.model == model.config.model
+
+
+def test_a_run_from_a_causal_model_keeps_its_alignment_unless_it_is_converted(loaded, tmp_path):
+    from dlm_jax.training.init_from import adopt_model
+
+    model, _, _ = loaded
+    assert isinstance(model, Model)
+    dlm_jax.export(model, tmp_path / "copy")
+
+    def begun(**how):
+        settings = {"order": "left_to_right"} if how["attention_type"] == "causal" else {}
+        config = Config(
+            model=ModelConfig(**how),
+            train=Config().train.__class__(init_from=str(tmp_path / "copy")),
+            sample=Config().sample.__class__(**settings),
+        )
+        found = adopt_model(config)[0].model
+        return found.attention_type, found.logit_alignment, found.start_id
+
+    assert begun(attention_type="causal") == ("causal", "shifted", -1)
+    assert begun(attention_type="bidirectional") == ("bidirectional", "same", -1)
+    assert begun(attention_type="bidirectional", logit_alignment="shifted")[1] == "shifted"

@@ -1,0 +1,372 @@
+"""Forward processes: the bound of each against enumeration of its chain."""
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import stage_cases
+import toy
+from oracles.processes import Enumerated
+
+from dlm_jax.config import Config, HeadsConfig, ObjectiveConfig
+from dlm_jax.data import Setup
+from dlm_jax.objectives import losses
+from dlm_jax.objectives.corruption import COSINE, LINEAR
+from dlm_jax.objectives.likelihood import costs
+from dlm_jax.objectives.objective import (
+    Batch,
+    Drawn,
+    noised_at,
+    process_costs,
+    process_elbo,
+)
+from dlm_jax.objectives.processes import (
+    PROCESSES,
+    Masked,
+    Mixed,
+    Process,
+    Shares,
+    Uniform,
+    checked,
+    divergence,
+    noise_process,
+    process_of,
+)
+from dlm_jax.settings import Setting, per_row, rule
+from dlm_jax.training.checks import check_process
+from dlm_jax.training.tasks import make_mixture
+from dlm_jax.types import Network
+
+V, MASK, LENGTH = 5, 4, 2
+NOISE_IDS = (0, 1, 2)
+IDS = {"mask_id": MASK, "noise_ids": NOISE_IDS}
+# Id 3 is text that is no noise, such as BOS in the middle of a text.
+TEXTS = ((0, 1), (2, 2), (1, 3))
+FIRST = 1e-3
+
+
+def table(length: int = LENGTH) -> np.ndarray:
+    logits = np.random.default_rng(0).standard_normal((V**length, length, V))
+    return logits.astype(np.float32)
+
+
+def network(length: int = LENGTH) -> Network:
+    def trunk(params, tokens_BL, length_B, cache):
+        digits = V ** jnp.arange(length - 1, -1, -1)
+        return params["table"][tokens_BL @ digits], cache
+
+    return Network(
+        init=lambda key: {"table": jnp.asarray(table(length))}, trunk=trunk,
+        embed=lambda params, ids: ids, readout=lambda params, hidden: hidden, vocab_size=V,
+    )  # fmt: skip
+
+
+NETWORK, PARAMS = network(), {"table": jnp.asarray(table())}
+INSTANCES = {name: process_of(name) for name in PROCESSES}
+NOISY = ("uniform", "mixed")
+
+
+def batch_of(tokens) -> Batch:
+    tokens = jnp.asarray(tokens, jnp.int32)
+    rows, length = tokens.shape
+    return Batch(tokens, jnp.full(rows, length), jnp.zeros(rows, jnp.int32))
+
+
+def nodes(first: float, last: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Levels and weights of an integral whose ends may have roots."""
+    x, w = np.polynomial.legendre.leggauss(24)
+    angle, w = 0.25 * np.pi * (x + 1), 0.25 * np.pi * w
+    span = last - first
+    return first + span * np.sin(angle) ** 2, w * span * np.sin(2 * angle)
+
+
+@functools.cache
+def _costs(length: int = LENGTH):
+    return jax.jit(functools.partial(process_costs, network(length), **IDS))
+
+
+def enumerated(process: Process, params, text, levels, speeds, is_first, length: int = LENGTH):
+    """The code's costs of all canvases at all levels, ``[levels, V^L]``."""
+    oracle = Enumerated(table(length), process.name, MASK, NOISE_IDS)
+    states = np.array(oracle.states, np.int32)
+    shown = jnp.asarray(np.tile(states, (len(levels), 1)))
+    batch = batch_of(np.tile(np.array(text, np.int32), (len(shown), 1)))
+    level, speed = (np.repeat(np.asarray(x, np.float32), len(states)) for x in (levels, speeds))
+    noise = process.noise(
+        batch.tokens_BL, shown, jnp.asarray(level), jnp.asarray(speed),
+        jnp.full(len(shown), is_first), **IDS,
+    )  # fmt: skip
+    found = _costs(length)(params, Drawn(batch, shown, noise.weight, jnp.ones(()), noise))
+    return np.asarray(found, np.float64).sum(1).reshape(len(levels), -1)
+
+
+def bound(process: Process, params, text, length: int = LENGTH, p=None) -> float:
+    """The code's bound: the mean over all noised canvases, integrated over levels."""
+    oracle = Enumerated(table(length) if p is None else p, process.name, MASK, NOISE_IDS)
+    levels, weights = nodes(FIRST)
+    found = enumerated(process, params, text, levels, np.ones_like(levels), False, length)
+    chances = np.array([oracle.shown(text, v) for v in levels])
+    last = enumerated(process, params, text, [FIRST], [1.0], True, length)[0]
+    first = oracle.shown(text, FIRST)
+    return float((weights[:, None] * np.where(chances > 0, chances * found, 0)).sum()) + float(
+        np.where(first > 0, first * last, 0).sum()
+    )
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", PROCESSES)
+def test_the_bound_is_that_of_the_enumerated_chain(name, text):
+    oracle = Enumerated(table(), name, MASK, NOISE_IDS)
+    expected = oracle.bound(text, *nodes(FIRST)) + oracle.last(text, FIRST)
+    assert bound(INSTANCES[name], PARAMS, text) == pytest.approx(expected, abs=1e-5)
+    # Many steps of the chain come to the same.
+    far, near = (
+        abs(oracle.discrete_bound(text, np.linspace(1.0, 0.0, steps + 1)) - expected)
+        for steps in (64, 256)
+    )
+    assert near < 0.3 * far + 1e-4 and near < 0.02
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_no_bound_is_below_the_true_nll(name):
+    oracle = Enumerated(table(), name, MASK, NOISE_IDS)
+    law = oracle.law(np.linspace(1.0, 0.0, 401))
+    assert law.sum() == pytest.approx(1)
+    for text in TEXTS:
+        nll = -math.log(law[oracle.states.index(text)])
+        assert bound(INSTANCES[name], PARAMS, text) > nll - 1e-3
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_the_bound_of_one_token_is_tight_for_a_network_that_knows_its_law(name):
+    logits = np.tile(table(1)[:1], (V, 1, 1))
+    params = {"table": jnp.asarray(logits)}
+    p = Enumerated(logits, name, MASK, NOISE_IDS).p[0, 0]
+    for token in range(4):
+        found = bound(INSTANCES[name], params, (token,), 1, logits)
+        assert found == pytest.approx(-math.log(p[token]), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_the_objective_and_the_likelihood_are_unbiased(name):
+    process, text, rows = INSTANCES[name], TEXTS[0], 40_000
+    expected = bound(process, PARAMS, text)
+    batch = batch_of([text] * rows)
+    for schedule in (LINEAR, COSINE):
+        objective = process_elbo(process, schedule=schedule, **IDS)
+        noised = objective.draw(batch, jax.random.key(3))
+        row_costs = np.asarray(_costs()(PARAMS, noised), np.float64).sum(1)
+        loss = jax.jit(functools.partial(objective.loss, NETWORK))(PARAMS, noised)
+        assert float(loss.sum / loss.weight) * LENGTH == pytest.approx(row_costs.mean(), rel=1e-4)
+        error = row_costs.std() / math.sqrt(rows)
+        assert abs(row_costs.mean() - expected) < 4 * error < 0.15 * expected
+    found = costs(
+        NETWORK, PARAMS, batch, jnp.arange(rows), jax.random.key(0), is_causal=False, eos_id=1,
+        process=process, **IDS,
+    )  # fmt: skip
+    nats = np.asarray(found.nats_B, np.float64)
+    assert abs(nats.mean() - expected) < 4 * nats.std() / math.sqrt(rows)
+    assert 0 < float(jnp.mean(found.text_nats_B)) < nats.mean()
+    alone = costs(
+        NETWORK, PARAMS, batch_of([text]), jnp.array([7]), jax.random.key(0), is_causal=False,
+        eos_id=1, process=process, **IDS,
+    )  # fmt: skip
+    assert float(alone.nats_B[0]) == pytest.approx(nats[7], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_gradients_are_those_of_finite_differences(name):
+    process = INSTANCES[name]
+    batch = batch_of([TEXTS[0], TEXTS[2]] * 32)
+    objective = process_elbo(process, schedule=LINEAR, **IDS)
+    noised = objective.draw(batch, jax.random.key(1))
+
+    def loss(table):
+        found = objective.loss(NETWORK, {"table": table}, noised)
+        return found.sum / found.weight
+
+    loss = jax.jit(loss)
+    gradient = np.asarray(jax.grad(loss)(PARAMS["table"]), np.float64)
+    assert np.isfinite(gradient).all() and (gradient[..., MASK] == 0).all()
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        way = rng.standard_normal(gradient.shape).astype(np.float32)
+        up, down = (float(loss(PARAMS["table"] + s * 1e-2 * way)) for s in (1, -1))
+        assert (up - down) / 2e-2 == pytest.approx(float((gradient * way).sum()), rel=2e-2)
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_a_readout_of_the_wanted_positions_alone_is_the_same(name, monkeypatch):
+    """As accelerators read out, with padding behind the last position."""
+    batch = batch_of([TEXTS[0], TEXTS[2], TEXTS[1]])._replace(given_B=jnp.array([1, 0, 1]))
+    objective = process_elbo(INSTANCES[name], schedule=LINEAR, **IDS)
+    noised = objective.draw(batch, jax.random.key(2))
+
+    def loss(table):
+        return objective.loss(NETWORK, {"table": table}, noised).sum
+
+    expected = jax.jit(jax.value_and_grad(loss))(PARAMS["table"])
+    monkeypatch.setattr(losses, "platform", lambda: "gpu")
+    # Another function, because jax.jit caches by function.
+    found = jax.jit(jax.value_and_grad(lambda table: loss(table)))(PARAMS["table"])
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_masked_bound_is_the_weighted_cross_entropy():
+    """The general formula at its corner: -alpha' / (1 - alpha) times the cross-entropy at MASK."""
+    level = jnp.array([0.2, 0.9, 0.5, 0.5])
+    clean, shown = jnp.array([0, 2, 1, 3]), jnp.array([MASK, MASK, 1, MASK])
+    noise = Masked().noise(
+        clean[:, None], shown[:, None], level, jnp.ones(4), jnp.zeros(4, bool), **IDS
+    )
+    logits = jnp.asarray(table()[:4, 0]).at[:, MASK].set(-jnp.inf)
+    flat = jax.tree.map(lambda x: x[:, 0], noise)
+    term = flat.weight * divergence(logits, clean, shown, flat, noise_ids=NOISE_IDS)
+    nll = -jax.nn.log_softmax(logits)[jnp.arange(4), clean]
+    np.testing.assert_allclose(term, jnp.where(shown == MASK, nll / level, 0.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_noise_has_its_shares_and_given_tokens_have_none(name):
+    process, rows = INSTANCES[name], 60_000
+    batch = batch_of([(0, 1, 2, 3)] * rows)._replace(
+        given_B=jnp.full(rows, 1), length_B=jnp.full(rows, 3)
+    )
+    level = 0.6
+    noised = noised_at(
+        process, batch, jax.random.key(0), jnp.full(rows, level), schedule=LINEAR, **IDS
+    )
+    shown = np.asarray(noised.shown_BL)
+    assert (shown[:, 0] == 0).all() and (shown[:, 3] == 3).all()
+    assert (np.asarray(noised.noise.weight)[:, [0, 3]] == 0).all()
+    oracle = Enumerated(table(1), name, MASK, NOISE_IDS)
+    for place in (1, 2):
+        expected = oracle.marginal(oracle.one_hot(place), level)
+        counts = np.bincount(shown[:, place], minlength=V)
+        assert (counts[expected == 0] == 0).all()
+        error = np.sqrt(expected * (1 - expected) / rows)
+        assert (abs(counts / rows - expected) < 4 * error + 1e-9).all()
+
+
+def test_a_config_without_a_process_has_the_objective_of_before():
+    """The masked objective draws and weighs as it did without processes."""
+    setup = Setup(
+        Config(model=toy.config()), cast(Any, stage_cases.Tokenizer()), stage_cases.mesh()
+    )
+    ((name, objective),) = make_mixture(setup).objectives.items()
+    assert name == "elbo" and objective.loss is None
+    assert isinstance(noise_process(ObjectiveConfig()), Masked)
+    noisy = ObjectiveConfig(process="mixed", process_settings=("uniform_share=0.2",))
+    assert noise_process(noisy) == Mixed(uniform_share=0.2)
+    setup = replace(setup, config=replace(setup.config, objective=noisy))
+    assert make_mixture(setup).objectives["elbo"].loss is not None
+
+
+@rule
+class Halves(Process):
+    """Half MASK and half uniform noise, as one's own module would have it."""
+
+    def shares(self, level):
+        return Shares(1 - level, 0.5 * level, 0.5 * level)
+
+
+@rule
+class Sticky(Halves):
+    def shares(self, level):
+        return Shares(1 - 0.5 * level, 0.5 * level, 0.0 * level)
+
+
+@rule
+class Chosen(Halves):
+    """A setting whose values in a config are names, and whose rows have numbers."""
+
+    kind: float = per_row(Setting("kind", "one", "half", choices={"one": 1.0, "two": 2.0}))
+
+
+@rule
+class Shrinking(Halves):
+    def shares(self, level):
+        mask = level * (1 - level) ** 3
+        return Shares(1 - level, mask, level - mask)
+
+
+def test_a_process_of_ones_own_is_named_by_its_module():
+    assert process_of(f"{__name__}:Halves") == Halves()
+    checked(Halves(), "own")
+    text = TEXTS[0]
+    levels, weights = nodes(FIRST)
+    found = enumerated(Halves(), PARAMS, text, levels, np.ones_like(levels), False)
+    assert np.isfinite(found).all() and found.min() >= -1e-4
+
+
+def test_settings_of_a_process_have_the_values_that_their_names_stand_for():
+    assert process_of(f"{__name__}:Chosen").kind == 1.0
+    assert process_of(f"{__name__}:Chosen", ("kind=two",)).kind == 2.0
+
+
+def _checks(share: float = 0.0, **objective):
+    heads = HeadsConfig(sampler_trunk_share=share)
+    return lambda: check_process(Config(objective=ObjectiveConfig(**objective), heads=heads))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_checks(process="unifrm"), "objective.process='unifrm' is not one of"),
+        (_checks(process="no.such:Thing"), "cannot be imported"),
+        (_checks(process="math:pi"), "is not a process"),
+        (
+            _checks(process="uniform", process_settings=("uniform_share=0.1",)),
+            "has 'uniform_share', which objective.process='uniform' does not have",
+        ),
+        (
+            _checks(process="mixed", process_settings=("uniform_share=1",)),
+            "uniform_share=1.0 is outside",
+        ),
+        (
+            _checks(process="uniform", denoising_share=0.5),
+            "objective.denoising_share=0.5 requires objective.process='masked'",
+        ),
+        (
+            _checks(0.5, process="uniform"),
+            "objective.process='uniform' is not supported with heads.sampler_trunk_share",
+        ),
+        (lambda: checked(Sticky(), "own:Sticky"), "does not decrease from 1"),
+        (lambda: checked(Shrinking(), "own:Shrinking"), "decreases faster"),
+    ],
+)
+def test_what_no_process_can_be_is_refused_in_one_line(make, message):
+    with pytest.raises(ValueError, match="objective.process|uniform_share") as caught:
+        make()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_noise_outside_the_vocabulary_is_refused():
+    ids = {"mask_id": MASK, "noise_ids": (0, V)}
+    batch = batch_of([(0, 1)])
+    noised = noised_at(
+        Uniform(), batch, jax.random.key(0), jnp.array([0.5]), schedule=LINEAR, **ids
+    )
+    with pytest.raises(
+        ValueError, match=f"^noise_ids=0..{V} are outside the vocabulary of {V} ids$"
+    ):
+        process_costs(network(), PARAMS, noised, **ids)
+
+
+def test_each_row_has_its_own_stratum_of_times():
+    noised = process_elbo(Uniform(), schedule=LINEAR, **IDS).draw(
+        batch_of([(0, 1)] * 64), jax.random.key(0)
+    )
+    level_B = 1 - np.asarray(noised.noise.clean)[:, 0]
+    assert set(np.floor(64 * level_B).astype(int)) == set(range(64))
+
+
+def test_uniform_noise_needs_no_mask():
+    shares = Uniform().shares(jnp.linspace(0.0, 1.0, 5))
+    assert float(jnp.max(shares.mask)) == 0
