@@ -95,7 +95,7 @@ _NAMES = {
     "inference.results": "Generation Row",
     "inference.scoring": "Score score",
     "inference.token_logprobs": "DecodingRow order_logprobs",
-    "published.hub": "push_to_hub",
+    "hf.hub": "push_to_hub",
     "sampling.kv_cache": "KVCache",
     "sampling.commit": "CommitRule Threshold certain most most_confident",
     "sampling.edits": "EditRule delete_at deletion_scores gap_scores insert_at token_uncertainty",
