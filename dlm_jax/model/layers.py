@@ -142,8 +142,8 @@ to host memory.
 
 
 AUTO = ("attention+gate+up", "attention", "block")
-"""Values of ``model.remat`` that ``auto`` considers, fastest first, by the estimates of
-`benchmarks.remat_search` for TPUs.
+"""Values of ``model.remat`` that ``auto`` considers, fastest first, by the estimates for TPUs in
+benchmarks/results/scaling.md.
 """
 
 # What GPUs have the memory to save first, by the times of `benchmarks.accelerator`.

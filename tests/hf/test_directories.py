@@ -10,7 +10,6 @@ import pytest
 import dlm_jax
 from dlm_jax.config import Config, ModelConfig, SamplingParams, TrainConfig
 from dlm_jax.data import HubTokenizer, from_json
-from dlm_jax.harness.lm import asked_of, texts
 from dlm_jax.hf import read_shape
 from dlm_jax.settings import SettingError
 from dlm_jax.training.init_from import adopt_model
@@ -187,15 +186,16 @@ def test_a_causal_model_needs_no_mask(tmp_path):
 
 
 def test_a_text_of_a_causal_model_ends_at_a_stop_before_its_last_position(tmp_path):
+    lm = pytest.importorskip("dlm_jax.harness.lm")
     _theirs(tmp_path / "m")
     model = dlm_jax.load(tmp_path / "m")
     length = {"max_gen_toks": 12}
-    (whole,) = texts(model, [asked_of("abc", length)], common={}, slots=1, seed=0)
+    (whole,) = lm.texts(model, [lm.asked_of("abc", length)], common={}, slots=1, seed=0)
     with pytest.raises(ValueError, match=r"ids have shape \(1, 2\)"):
         model.tokenizer.decode([[0, 1]])
     stop = whole[1:3]
-    asked = [asked_of("abc", length | {"until": stop})]
-    (cut,) = texts(model, asked, common={}, slots=1, seed=0)
+    asked = [lm.asked_of("abc", length | {"until": stop})]
+    (cut,) = lm.texts(model, asked, common={}, slots=1, seed=0)
     assert cut == whole[: whole.index(stop)]
 
 

@@ -10,11 +10,9 @@ import tokenizers
 
 import dlm_jax
 from dlm_jax.data import load_corpus, prefix_of
-from dlm_jax.harness.lm import Evaluated, pair_of, windows_of
 from dlm_jax.hf import ChatTemplate
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.scoring import score_rows
-from dlm_jax.serving.protocol import Completion, Infill, Limits, Planner, Responses
 
 BOS = cases.START
 GREEDY = {"temperature": 0.0, "gen_length": 4, "steps": 4, "block_length": 0}
@@ -72,15 +70,16 @@ def test_prompts_begin_with_the_prefix_and_ids_do_not(model):
 
 
 def test_the_server_begins_a_text_with_the_prefix(model):
-    planner = Planner(model, "m", Limits())
+    http = pytest.importorskip("dlm_jax.serving.protocol")
+    planner = http.Planner(model, "m", http.Limits())
     for fields, text in (({"prompt": "hi"}, "hi"), ({"prompt": ""}, "")):
-        (request,) = planner.answer(Completion(max_tokens=2, **fields)).requests
+        (request,) = planner.answer(http.Completion(max_tokens=2, **fields)).requests
         assert request.tokens.tolist() == [*_ids(text), cases.MASK, cases.MASK]
-    (request,) = planner.answer(Completion(prompt=[1], max_tokens=2)).requests
+    (request,) = planner.answer(http.Completion(prompt=[1], max_tokens=2)).requests
     assert request.tokens[0] == 1
-    (request,) = planner.answer(Infill(prefix="a", suffix="b", max_tokens=1)).requests
+    (request,) = planner.answer(http.Infill(prefix="a", suffix="b", max_tokens=1)).requests
     assert request.tokens.tolist() == [*_ids("a"), cases.MASK, 1]
-    turns = planner.answer(Responses(input="hi", max_output_tokens=1)).requests[0].tokens
+    turns = planner.answer(http.Responses(input="hi", max_output_tokens=1)).requests[0].tokens
     assert turns.tolist()[:2] == [cases.START, cases.LETTERS.index("u")]  # by the template
 
 
@@ -101,15 +100,16 @@ def test_scores_are_those_of_rows_with_the_prefix(model):
 
 
 def test_contexts_of_the_harness_begin_with_the_prefix(model):
-    pair = pair_of(model, "the ", "cat")
+    lm = pytest.importorskip("dlm_jax.harness.lm")
+    pair = lm.pair_of(model, "the ", "cat")
     assert (pair.ids.tolist(), pair.given) == (_ids("the cat"), 4)
-    assert pair_of(model, "", "cat").given == 1
-    pair = pair_of(model, "a" * 99, "b")
+    assert lm.pair_of(model, "", "cat").given == 1
+    pair = lm.pair_of(model, "a" * 99, "b")
     assert pair.ids.tolist() == [*_ids("a" * 62), 1] and pair.given == 63
-    first, last = windows_of(model, "abc" * 30)
+    first, last = lm.windows_of(model, "abc" * 30)
     assert first.given == 1 and first.ids.tolist() == _ids(("abc" * 30)[:63])
     assert last.ids.tolist() == _ids(("abc" * 30)[-63:]) and last.given == 64 - 27
-    made = Evaluated(model=model, draws=2, **GREEDY)
+    made = lm.Evaluated(model=model, draws=2, **GREEDY)
     given = {"until": [], "max_gen_toks": 4}
     (found,) = made.generate_until([types.SimpleNamespace(args=("hi", given))])
     assert found == dlm_jax.generate(model, ["hi"], **GREEDY).texts[0].removeprefix("hi")

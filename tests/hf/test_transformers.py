@@ -123,13 +123,13 @@ def test_windows_of_a_long_text_score_all_tokens_but_the_first(loaded):
 
 def test_the_harness_returns_the_log_softmax_and_what_is_greedy(loaded):
     """Without a context, the row begins with BOS, as in the harness's own model class."""
-    from dlm_jax.harness.lm import Evaluated
+    lm = pytest.importorskip("dlm_jax.harness.lm")
 
     model, theirs, tokenizer = loaded
     written = model.tokenizer.decode(_ours(model, [{"tokens": tokenizer("the cat").input_ids}])[0])
     pairs = [("the cat", written), ("the cat", " sat"), ("a rat", " ran."), ("", "who")]
     asked = [SimpleNamespace(args=pair) for pair in pairs]
-    found = Evaluated(model=model, batch_size=1).loglikelihood(asked)
+    found = lm.Evaluated(model=model, batch_size=1).loglikelihood(asked)
     prefix = list(getattr(model, "prefix_ids", ()))
     for (context, rest), (logprob, is_greedy) in zip(pairs, found, strict=True):
         ids = [tokenizer(text, add_special_tokens=False).input_ids for text in (context, rest)]
@@ -139,7 +139,7 @@ def test_the_harness_returns_the_log_softmax_and_what_is_greedy(loaded):
         with torch.no_grad():
             best = theirs(torch.tensor([given + ids[1]])).logits[0].argmax(dim=-1).tolist()
         assert is_greedy == (best[len(given) - 1 : -1] == ids[1])
-    (rolling,) = Evaluated(model=model).loglikelihood_rolling(
+    (rolling,) = lm.Evaluated(model=model).loglikelihood_rolling(
         [SimpleNamespace(args=("a rat sat",))]
     )
     ids = tokenizer("a rat sat", add_special_tokens=False).input_ids
