@@ -259,8 +259,7 @@ UNCHECKED = {
     ("sampler_head.md", "The value of neighbours"): _STUDY,
     ("published.md", "Parity with the reference programs"):
         "code of other projects: python -m benchmarks.published_parity --family NAME --code DIR",
-    ("published.md", "Memory and loading"):
-        "the compiler for TPUs: python -m benchmarks.published_memory",
+    ("published.md", "Memory and loading"): _STUDY,
     ("published.md", "First contact"):
         "a model of the hub: python -m benchmarks.first_contact --full --model DIR",
     ("serving.md", "Routes"): "no figures; a test calls each route",
