@@ -28,8 +28,8 @@ from dlm_jax import devices
 from dlm_jax.model.kernels.split import by_device, padded
 
 _LANES = 128
-# Tiles by the schedules of the TPU compiler (benchmarks/results/scaling.md). Tiles have twice as many
-# keys without a mask: the kernel writes one partial gradient of the queries per tile of keys.
+# Tiles by the schedules of the TPU compiler (benchmarks/results/scaling.md). Tiles have twice as
+# many keys without a mask: the kernel writes one partial gradient of the queries per tile of keys.
 _MAX_BLOCK = 1024
 _MAX_BYTES = 256
 
