@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+T = TypeVar("T")
 Params = Any
 """A plain nested dict of parameter arrays."""
 
@@ -264,3 +265,38 @@ def left_of(x: jax.Array, first: int | bool = 0) -> jax.Array:
 def right_of(x: jax.Array, last: int | bool = 0) -> jax.Array:
     """The value to the right of each position, ``[..., L]``; `last` at the last position."""
     return jnp.pad(x[..., 1:], [*[(0, 0)] * (x.ndim - 1), (0, 1)], constant_values=last)
+
+
+def returned(
+    value: T, by: Any, method: str, axes: str, shape: tuple[int | None, ...], of: Any
+) -> T:
+    """Returns `value` after checking its shape and dtype.
+
+    Args:
+      value: the result of the method.
+      by: the rule or network that defines the method, or its name.
+      method: name of the method.
+      axes: letters of the axes, for the message.
+      shape: expected size of each axis; None allows any size.
+      of: expected dtype, or ``float`` for any floating dtype.
+
+    Raises:
+      ValueError: the shape or dtype differs. The message names the rule and the method.
+    """
+    made: Any = value
+    fits = isinstance(made, jax.Array | np.ndarray) and made.ndim == len(shape)
+    fits = fits and all(want in (None, is_) for want, is_ in zip(shape, made.shape, strict=True))
+    if not fits or not jnp.issubdtype(made.dtype, jnp.floating if of is float else of):
+        kind = "floats" if of is float else jnp.dtype(of).name
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        name = by if isinstance(by, str) else type(by).__name__
+        raise ValueError(
+            f"{name}.{method} returned {_spelled(value)}; return {kind} [{axes}], here [{sizes}]"
+        )
+    return value
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, jax.Array) or hasattr(value, "dtype"):
+        return f"{value.dtype.name} [{', '.join(map(str, value.shape))}]"
+    return f"a {type(value).__name__}"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dlm_jax.devices import mesh_in_use, platform
 from dlm_jax.distributed.partitions import on_own_share
-from dlm_jax.types import Network, Params
+from dlm_jax.types import Network, Params, returned
 
 _MAX_LOGITS = 2**24
 _MAX_ACCELERATOR_LOGITS = 2**26
@@ -108,6 +108,8 @@ def read_out(
     def measure(params: Params, *arrays: jax.Array) -> jax.Array:
         own, given = arrays[: len(inputs)], arrays[len(inputs) :]
         logits_NV = read(params, *(x.reshape(-1, *x.shape[given[-1].ndim :]) for x in own))
+        shape = given[-1].size, vocab_size
+        returned(logits_NV, "Network", "readout", "N, V", shape, jnp.float32)
         return cost(_without(mask_id, logits_NV), *given).reshape(given[-1].shape)
 
     return at_positions(

@@ -30,7 +30,7 @@ from dlm_jax.objectives.processes import (
     Process,
     divergence,
 )
-from dlm_jax.types import Network, Params, left_of, live_positions, right_of
+from dlm_jax.types import Network, Params, left_of, live_positions, returned, right_of
 
 USUAL_MISPRINTS = ObjectiveConfig.misprint_kinds
 
@@ -496,6 +496,12 @@ class Mixture:
             for name, one in self.objectives.items()
         }
         object.__setattr__(self, "objectives", named)
+        total = sum(self.shares.values())
+        if set(self.shares) != set(named) or abs(total - 1) > 1e-3:
+            raise ValueError(
+                f"the shares of a Mixture are for {', '.join(self.shares)} and add up to "
+                f"{total:g}; name {', '.join(named)}, and let them add up to 1"
+            )
 
     def draw(self, batch: Batch, key: jax.Array) -> Drawn:
         """The batch of a step, whose noise depends only on `key`.
@@ -513,6 +519,8 @@ class Mixture:
             is_own_B = owner_B == number
             own = batch._replace(length_B=jnp.where(is_own_B, batch.length_B, 0))
             drawn = objective.draw(own, keys[number])
+            if objective.loss is None or isinstance(drawn, Drawn):
+                drawn = _checked(drawn, name, shape)
             noise = drawn if objective.loss is not None else (drawn.weight_BL, drawn.total)
             merged = merged._replace(noise=merged.noise | {name: noise})
             if not isinstance(drawn, Drawn):
@@ -543,6 +551,20 @@ class Mixture:
         spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
         bounds = np.cumsum(list(self.shares.values()))[:-1]
         return np.searchsorted(bounds, middle[spread], side="right")
+
+
+def _checked(drawn: Any, name: str, shape: tuple[int, ...]) -> Drawn:
+    """What an objective drew, after checks of its type and shapes; its total as a float32 array."""
+    if not isinstance(drawn, Drawn):
+        raise ValueError(
+            f"{name}.draw returned a {type(drawn).__name__}; return a Drawn, or pass "
+            "Objective(draw, loss)"
+        )
+    drawn = drawn._replace(total=jnp.asarray(drawn.total, jnp.float32))
+    returned(drawn.shown_BL, name, "draw(...).shown_BL", "B, L", shape, jnp.int32)
+    returned(drawn.weight_BL, name, "draw(...).weight_BL", "B, L", shape, float)
+    returned(drawn.total, name, "draw(...).total", "", (), float)
+    return drawn
 
 
 def _rows_of(is_own_B: np.ndarray, own: jax.Array, other: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ from dlm_jax.sampling.edits.scores import read_logprobs
 from dlm_jax.sampling.edits.trial import gain_of_edits
 from dlm_jax.sampling.forward import forward, read_head, read_head_with_candidates
 from dlm_jax.sampling.kv_cache import CacheState
-from dlm_jax.sampling.positions import TrunkOutput, at_places, hidden, returned
+from dlm_jax.sampling.positions import TrunkOutput, at_places, hidden
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import FillInput, FillOutput, check_filled
 from dlm_jax.sampling.remask import RENOISE_SALT, RemaskContext
@@ -57,7 +57,7 @@ from dlm_jax.sampling.state import (
     with_position_leaves,
 )
 from dlm_jax.sampling.transforms.transform import At, Context
-from dlm_jax.types import Canvas, Params, live_positions
+from dlm_jax.types import Canvas, Params, live_positions, returned
 
 _LOWER = TIES.code("lower")
 

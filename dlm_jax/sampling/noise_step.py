@@ -19,7 +19,6 @@ from dlm_jax.sampling.draw import log_prob
 from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.mask_step import draw_candidates
 from dlm_jax.sampling.noise import NoiseContext, NoiseRule
-from dlm_jax.sampling.positions import returned
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.remask import RENOISE_SALT, random_ids
 from dlm_jax.sampling.row import TIES, Counters
@@ -35,7 +34,7 @@ from dlm_jax.sampling.state import (
 )
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import At
-from dlm_jax.types import Params
+from dlm_jax.types import Params, returned
 
 _LOWER = TIES.code("lower")
 

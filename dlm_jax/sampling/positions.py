@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.devices import platform
-from dlm_jax.types import Network, Params
+from dlm_jax.types import Network, Params, returned
 
 T = TypeVar("T")
 _Pair = tuple[jax.Array, jax.Array]
@@ -180,41 +180,6 @@ class TrunkOutput(NamedTuple):
 
 # Return values of networks and rules are checked while a program is traced. The checks read only
 # shapes and dtypes, so they have no run-time cost. Errors name the rule and the method.
-
-
-def returned(
-    value: T, by: Any, method: str, axes: str, shape: tuple[int | None, ...], of: Any
-) -> T:
-    """Returns `value` after checking its shape and dtype.
-
-    Args:
-      value: the result of the method.
-      by: the rule or network that defines the method, or its name.
-      method: name of the method.
-      axes: letters of the axes, for the message.
-      shape: expected size of each axis; None allows any size.
-      of: expected dtype, or ``float`` for any floating dtype.
-
-    Raises:
-      ValueError: the shape or dtype differs. The message names the rule and the method.
-    """
-    made: Any = value
-    fits = isinstance(made, jax.Array | np.ndarray) and made.ndim == len(shape)
-    fits = fits and all(want in (None, is_) for want, is_ in zip(shape, made.shape, strict=True))
-    if not fits or not jnp.issubdtype(made.dtype, jnp.floating if of is float else of):
-        kind = "floats" if of is float else jnp.dtype(of).name
-        sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        name = by if isinstance(by, str) else type(by).__name__
-        raise ValueError(
-            f"{name}.{method} returned {_spelled(value)}; return {kind} [{axes}], here [{sizes}]"
-        )
-    return value
-
-
-def _spelled(value: Any) -> str:
-    if isinstance(value, jax.Array) or hasattr(value, "dtype"):
-        return f"{value.dtype.name} [{', '.join(map(str, value.shape))}]"
-    return f"a {type(value).__name__}"
 
 
 def hidden(

@@ -24,12 +24,12 @@ from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.edits.moves import PositionMap, moved
 from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.noise import NoiseRule
-from dlm_jax.sampling.positions import at_places, place_of_largest, returned
+from dlm_jax.sampling.positions import at_places, place_of_largest
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
-from dlm_jax.types import Canvas, Status, first_eos, live_positions
+from dlm_jax.types import Canvas, Status, first_eos, live_positions, returned
 
 EDITED = -2
 """Value used instead of a step number for tokens written by an edit or re-noise."""

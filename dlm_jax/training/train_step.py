@@ -27,8 +27,7 @@ from dlm_jax.model.lora import GROUP
 from dlm_jax.objectives.losses import Loss, cross_entropy, hidden_of
 from dlm_jax.objectives.objective import Batch, Drawn, Mixture
 from dlm_jax.randomness import key_of
-from dlm_jax.sampling.positions import returned
-from dlm_jax.types import Network, Params
+from dlm_jax.types import Network, Params, returned
 
 _SALT = 0x68656164
 # Metrics of every step.

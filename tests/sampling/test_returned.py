@@ -11,7 +11,8 @@ import toy_model
 
 import dlm_jax
 from dlm_jax import Setting, per_row, rule
-from dlm_jax.sampling.positions import hidden, logits, returned
+from dlm_jax.sampling.positions import hidden, logits
+from dlm_jax.types import returned
 
 FORGETS = Setting("forgets", 0.0, "asks for the rule", low=0.0, high=1.0)
 HALVES = Setting("halves", 0.0, "asks for the transform", low=0.0, high=1.0)

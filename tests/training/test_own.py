@@ -22,6 +22,7 @@ from dlm_jax.training import (
     Drawn,
     Head,
     Loss,
+    Mixture,
     Objective,
     Setup,
     problem,
@@ -323,3 +324,29 @@ def test_a_figure_with_the_name_of_another_metric_is_refused(tmp_path, name):
     ]
     with pytest.raises(ValueError, match=f"figures of half_head has '{name}', which is already a"):
         _means_of(tmp_path, heads)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"weight_BL": jnp.ones(4)}, r"spans.draw\(...\).weight_BL returned float32 \[4\]"),
+        ({"shown_BL": jnp.ones((2, 4))}, r"spans.draw\(...\).shown_BL returned float32 \[2, 4\]"),
+        ({"total": jnp.ones(2)}, r"spans.draw\(...\).total returned float32 \[2\]"),
+        (None, "spans.draw returned a tuple; return a Drawn"),
+    ],
+)
+def test_what_an_objective_draws_has_the_shapes_of_the_batch(change, told):
+    batch = Batch(jnp.ones((2, 4), jnp.int32), jnp.full(2, 4), jnp.zeros(2, jnp.int32))
+
+    def draw(batch, key):
+        drawn = Drawn(batch, batch.tokens_BL, jnp.ones((2, 4)), 8.0)
+        return (1, 2) if change is None else drawn._replace(**change)
+
+    with pytest.raises(ValueError, match=told):
+        Mixture({"spans": draw}, {"spans": 1.0}).draw(batch, jax.random.key(0))
+
+
+@pytest.mark.parametrize("shares", [{"spams": 1.0}, {"spans": 0.5}])
+def test_the_shares_of_a_mixture_name_its_objectives_and_add_up_to_one(shares):
+    with pytest.raises(ValueError, match="shares of a Mixture.*name spans, and let them add up"):
+        Mixture({"spans": lambda batch, key: batch}, shares)

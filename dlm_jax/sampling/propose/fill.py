@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import DrawnTokens, Proposal
 from dlm_jax.sampling.draw import argmax, log_prob
-from dlm_jax.sampling.positions import TrunkOutput, at_places, chunk_size, fold, put, returned
+from dlm_jax.sampling.positions import TrunkOutput, at_places, chunk_size, fold, put
 from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.chain import Chain, chain
 from dlm_jax.sampling.transforms.default_chain import chain_of, sample_logits
 from dlm_jax.sampling.transforms.transform import At, Context
 from dlm_jax.settings import Rule, nearest, require, rule
-from dlm_jax.types import Network, Params, live_positions
+from dlm_jax.types import Network, Params, live_positions, returned
 
 
 class FillOutput(NamedTuple):

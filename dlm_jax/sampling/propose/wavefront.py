@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import most, preferences, reaches
-from dlm_jax.sampling.positions import at_places, fold, put, returned, wave_chunk
+from dlm_jax.sampling.positions import at_places, fold, put, wave_chunk
 from dlm_jax.sampling.propose.fill import (
     DrawLogits,
     FillInput,
@@ -28,7 +28,7 @@ from dlm_jax.sampling.propose.fill import (
 )
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, require_head, rule
-from dlm_jax.types import Network, Params, left_of
+from dlm_jax.types import Network, Params, left_of, returned
 
 NEVER = 2**30
 """A distance that is larger than any canvas."""

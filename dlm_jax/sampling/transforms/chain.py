@@ -20,7 +20,6 @@ from dlm_jax.pytree import pytree
 from dlm_jax.randomness import salted
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.positions import returned
 from dlm_jax.sampling.transforms import resident
 from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.temperature import Moving, Temperature
@@ -33,6 +32,7 @@ from dlm_jax.sampling.transforms.transform import (
     has_feedback,
 )
 from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES, TopK
+from dlm_jax.types import returned
 
 _FEW_SALT = 0x666577
 

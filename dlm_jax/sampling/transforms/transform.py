@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from dlm_jax.sampling.positions import returned
 from dlm_jax.settings import Rule, Setting, SettingError, neutral, per_row, rule
+from dlm_jax.types import returned
 
 
 class At(NamedTuple):
