@@ -957,7 +957,10 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
     for key, text in overrides.items():
         _check_known(key, SETTINGS, "command line: unknown flag")
         section, _, name = key.partition(".")
-        value = _from_text(text, SETTINGS[key], f"--{key}")
+        try:
+            value = _from_text(text, SETTINGS[key], f"--{key}")
+        except ValueError as error:
+            raise ValueError(f"command line: {error}") from None
         values = changes.setdefault(section, {})
         values[name] = value
         for other in SETTINGS[key].resets_of(value):
@@ -999,10 +1002,7 @@ def _from_text(text: str, one: Setting, flag: str) -> Any:
         given = [item.strip() for item in text.split(",") if item.strip()]
     if isinstance(hint, types.UnionType):
         given = [item.split(":") for item in given]
-    try:
-        return _typed(given, one, flag, strict=False)
-    except ValueError as error:
-        raise ValueError(f"command line: {error}") from None
+    return _typed(given, one, flag, strict=False)
 
 
 def _typed(value: Any, one: Setting, shown: str, *, strict: bool = True) -> Any:

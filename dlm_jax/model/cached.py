@@ -155,7 +155,7 @@ class RowTrunk(Trunk):
             attend = functools.partial(attend_beside_gathered, pieces=pieces)
             keys = "queries"
 
-        def run(block: Block, x: jax.Array) -> jax.Array:
+        def run(block: Block, x: jax.Array, length_B: jax.Array, angles: Any) -> jax.Array:
             def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 return attend(q, k, v, length_B, block_length=block_length)
 
@@ -163,7 +163,7 @@ class RowTrunk(Trunk):
 
         x = self.embed(params, tokens)
         for layers in self.layers(params):
-            x = layers.scan(run, x)
+            x = layers.scan(run, x, length_B, angles)
         return self.outputs(
             params, x[: shown_BL.shape[0]] if pieces is None else noisy_in_order(x, pieces)
         )

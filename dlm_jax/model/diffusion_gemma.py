@@ -95,32 +95,34 @@ class DiffusionGemma(Trunk):
         is_canvas_BL = jnp.arange(tokens_BL.shape[1])[None] >= start_B[:, None]
         of_canvas_BLD = self._conditioned(params, x_BLD, signal_BLD)
         x_BLD = jnp.where(is_canvas_BL[:, :, None], of_canvas_BLD, x_BLD)
-        angles = self._angles(tokens_BL.shape[1])
+        context = length_B, start_B, is_canvas_BL, self._angles(tokens_BL.shape[1])
 
-        def run_all(layers: Layers, x_BLD: jax.Array) -> jax.Array:
+        def run_all(layers: Layers, x_BLD: jax.Array, context: Any) -> jax.Array:
             reach = self._reach(layers.name)
 
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                return attend_behind(q, k, v, length_B, start_B=start_B, window=reach)
+            def run(block: CanvasBlock, x_BLD: jax.Array, *context: Any) -> jax.Array:
+                length_B, start_B, is_canvas_BL, angles = context
 
-            def run(block: CanvasBlock, x_BLD: jax.Array) -> jax.Array:
+                def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                    return attend_behind(q, k, v, length_B, start_B=start_B, window=reach)
+
                 x_BLD = block.around(x_BLD, angles[layers.name], attend)
                 return block.scaled(x_BLD, is_canvas_BL)
 
-            return layers.scan(run, x_BLD)
+            return layers.scan(run, x_BLD, *context)
 
         stacks = self.layers(params)
         if not self.config.full_every:
             for layers in stacks:
-                x_BLD = run_all(layers, x_BLD)
+                x_BLD = run_all(layers, x_BLD, context)
             return self.norm(params, x_BLD)
         sliding, full = stacks
 
-        def group(x_BLD: jax.Array, parts: tuple[Params, Params]) -> jax.Array:
-            x_BLD = run_all(Layers(self, sliding.name, parts[0]), x_BLD)
-            return run_all(Layers(self, full.name, parts[1]), x_BLD)
+        def group(x_BLD: jax.Array, parts: tuple[Params, Params], context: Any) -> jax.Array:
+            x_BLD = run_all(Layers(self, sliding.name, parts[0]), x_BLD, context)
+            return run_all(Layers(self, full.name, parts[1]), x_BLD, context)
 
-        return self.norm(params, ops.scan_layers(group, x_BLD, self._groups(stacks)))
+        return self.norm(params, ops.scan_layers(group, x_BLD, self._groups(stacks), context))
 
     def functions(self) -> Network:
         """The `Network` of this trunk."""

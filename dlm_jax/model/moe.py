@@ -128,7 +128,7 @@ class MoeTransformer(RowTrunk):
         angles = self.angles(tokens_BL.shape[1])
         x_BLD = self.embed(params, self.inputs(tokens_BL))
         for blocks in self.layers(params):  # the dense blocks, then those with experts
-            x_BLD = blocks.scan(lambda block, x_BLD: block(x_BLD, length_B, angles), x_BLD)
+            x_BLD = blocks.scan(Block.__call__, x_BLD, length_B, angles)
         return self.outputs(params, x_BLD)
 
 

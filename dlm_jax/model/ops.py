@@ -95,17 +95,18 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
 
 
 def scan_layers(
-    layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: Any
+    layer: Callable[[jax.Array, Any, Any], jax.Array], x: jax.Array, layers: Any, context: Any
 ) -> jax.Array:
-    """``x = layer(x, parameters)`` for each of the stacked parameters, in one `jax.lax.scan`.
+    """``x = layer(x, parameters, context)`` for each of the stacked parameters, in one
+    `jax.lax.scan`. `layer` must not close over traced arrays.
 
     On CPUs, the loop is unrolled if it is differentiated and short, because a scan copies the
     values for the backward pass into a stack and back.
     """
     with jax.named_scope("layers"):
         if platform() == "cpu" and jax.tree.leaves(layers)[0].shape[0] <= _LONGEST_UNROLLED:
-            return cpu.unrolled_scan(layer, x, layers)
-        return jax.lax.scan(lambda x, params: (layer(x, params), None), x, layers)[0]
+            return cpu.unrolled_scan(layer, x, layers, context)
+        return jax.lax.scan(lambda x, params: (layer(x, params, context), None), x, layers)[0]
 
 
 def unrolls_cache(num_layers: int) -> bool:

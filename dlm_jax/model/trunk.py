@@ -147,13 +147,16 @@ class Layers:
         """The block with the parameters of one layer."""
         return self.trunk.module(self.name, applied(params, self.trunk.config))
 
-    def scan(self, run: Callable[[Any, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        """``for block in self: x = run(block, x)`` in one loop, rematerialised by ``model.remat``.
-
-        `run` may close over arrays without a gradient.
+    def scan(self, run: Callable[..., jax.Array], x: jax.Array, *context: Any) -> jax.Array:
+        """``for block in self: x = run(block, x, *context)`` in one loop, rematerialised by
+        ``model.remat``. `run` must not close over traced arrays.
         """
-        layer = rematerialised(lambda x, params, _: run(self.block(params), x), self.trunk.config)
-        return ops.scan_layers(lambda x, params: layer(x, params, None), x, self.params)
+
+        def layer(x: jax.Array, params: Params, context: Any) -> jax.Array:
+            return run(self.block(params), x, *context)
+
+        layer = rematerialised(layer, self.trunk.config)
+        return ops.scan_layers(layer, x, self.params, context)
 
 
 class _Parameters(nnx.Module):

@@ -38,7 +38,7 @@ import orbax.checkpoint as ocp
 
 from dlm_jax.distributed.partitions import map_named, named_leaves
 from dlm_jax.distributed.processes import gathered, on_first_process
-from dlm_jax.store.files import AnyPath, Damaged, is_remote, located, remove_tree, said
+from dlm_jax.store.files import AnyPath, Damaged, is_remote, located, remove_tree, said, sync
 from dlm_jax.store.manifest import (
     Leaves,
     Place,
@@ -160,6 +160,7 @@ class Checkpoints:
         def finish_and_clear() -> None:
             finish()
             if not is_remote(self.directory):
+                sync(self.directory)
                 remove_tree(self.directory / _DELETED)
 
         with _failures_of_writing(step_path(self.directory, step)):
@@ -173,10 +174,10 @@ class Checkpoints:
             if together:
                 self.wait()
         finally:
-            if self._manager is not None:
+            # `wait` raises the first error of a save, and Orbax keeps those of its other items.
+            for end in (m.wait_until_finished, m.close, m.close) if (m := self._manager) else ():
                 with contextlib.suppress(Exception):
-                    self._manager.wait_until_finished()  # `wait` raises its error
-                self._manager.close()
+                    end()
             self.when_closed.close()
 
     def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
@@ -263,9 +264,15 @@ class Checkpoints:
             keep=self._keep,
             handler=self._handler(),
             async_options=ocp.AsyncOptions(
-                timeout_secs=_PATIENCE_SECONDS, post_finalization_callback=self._check
+                timeout_secs=_PATIENCE_SECONDS, post_finalization_callback=self._before_rename
             ),
         )
+
+    def _before_rename(self) -> None:
+        self._check()
+        if not is_remote(self.directory):  # Orbax syncs the arrays only
+            for path in self.directory.glob("step_*.orbax-checkpoint-tmp*/**/*"):
+                sync(path)
 
     def _make_room(self, step: int) -> bool:
         """Removes leftovers and sets damaged checkpoints aside before the save of ``step``.
@@ -564,19 +571,27 @@ def _read_arrays(path: Path, abstract: Any, manifest: dict[str, Any], handler: A
     args = ocp.args.PyTreeRestore(
         abstract, restore_args=jax.tree.map(restore_arg, abstract), partial_restore=True
     )
-    damage, arrays = "", None
-    try:
-        reader = handler or ocp.PyTreeCheckpointHandler()
-        arrays = reader.restore(located(path / "state"), args=args)
-        # Typed keys are restored with an equivalent sharding, but only an equal sharding avoids a
-        # recompilation.
-        arrays = jax.device_put(arrays, jax.tree.map(sharding_of, abstract))
-    except Exception as error:  # Orbax raises errors of many kinds for damaged files
-        damage = f"{path / 'state'} cannot be read ({said(error)})"
+    damage, arrays, is_alone = "", None, jax.process_count() == 1
+    # A bucket can fail once. Several processes must read equally often.
+    for is_last in (False, True) if is_alone and is_remote(path) else (True,):
+        try:
+            reader = handler or ocp.PyTreeCheckpointHandler()
+            arrays = reader.restore(located(path / "state"), args=args)
+            # Typed keys are restored with an equivalent sharding, but only an equal sharding avoids
+            # a recompilation.
+            arrays = jax.device_put(arrays, jax.tree.map(sharding_of, abstract))
+            break
+        except Exception as error:  # Orbax raises errors of many kinds for damaged files
+            cause = error.__cause__ or error
+            if is_alone and isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):
+                raise cause from None
+            damage = f"{path / 'state'} cannot be read ({said(cause)})" if is_last else ""
     damage = next((line for line in gathered(damage) if line), "")
     if not damage:
         wrong = [n for n, value in checksums(arrays).items() if value != manifest["sums"][n]]
         damage = f"{path / 'state'} has a wrong checksum of {wrong[0]}" if wrong else ""
+        # A process can have its own copy of the file, or of a replicated array.
+        damage = next((line for line in gathered(damage) if line), "")
     if damage:
         raise Damaged(damage)
     return arrays
@@ -713,6 +728,10 @@ def _failures_of_writing(path: AnyPath) -> Iterator[None]:
     """
     try:
         yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
     except ValueError as error:
         match = re.search(r"os_error_code='(\d+)'", str(error))
         if match is not None:
@@ -724,7 +743,7 @@ def _failures_of_writing(path: AnyPath) -> Iterator[None]:
 def _let_orbax_reach_s3() -> None:
     """Adds ``s3://`` to the schemes for which Orbax makes specs of tensorstore.
 
-    Orbax 0.12 has ``gs://`` only and would write arrays to the directory ``s3:`` on a disk.
+    Orbax 0.12.8 has ``gs://`` only and would write arrays to the directory ``s3:`` on a disk.
     """
     try:
         from orbax.checkpoint._src.path import gcs_utils
@@ -742,7 +761,7 @@ def _let_orbax_reach_s3() -> None:
         is_s3 = False
     if not is_s3:
         raise ValueError(
-            f"s3:// does not work with orbax-checkpoint {ocp.__version__}; use version 0.12, or "
+            f"s3:// does not work with orbax-checkpoint {ocp.__version__}; use version 0.12.8, or "
             "mount the bucket"
         )
 

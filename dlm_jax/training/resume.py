@@ -134,8 +134,12 @@ class Best:
             return None
         try:
             found = self._checkpoints.read_meta(report=lambda line: None)
-        except ValueError:
-            return None  # the saved model is damaged; the next evaluation replaces it
+        except ValueError as error:
+            # The next evaluation replaces a damaged model, but not one of another version.
+            is_damaged = isinstance(error, Damaged)
+            if on_first_process(lambda: is_damaged):
+                return None
+            raise ValueError(f"{error}; or move {self._checkpoints.directory} elsewhere") from None
         if found.get("run", "") != meta["run"]:
             self._check_may_go(meta, found, is_new)
             self._is_stale = True
@@ -197,7 +201,9 @@ def restore_run(
         try:
             shared = checkpoints.read_meta(report=report)
         except ValueError as error:
-            if step is None:
+            # The next saves would delete checkpoints of another run or version.
+            is_damaged = isinstance(error, Damaged)
+            if step is None or not on_first_process(lambda: is_damaged):
                 raise
             report(f"{error}; the local checkpoint of step {step} is used")
     if shared:

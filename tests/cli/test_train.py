@@ -135,7 +135,7 @@ def test_a_run_that_is_not_finite_exits_with_1(tmp_path, capsys):
         (["--model.vocab_size", "3"], "model.vocab_size=3 is smaller than the tokenizer's"),
         (["--mesh.tensor", "2"], "do not multiply to 1, the number of devices"),
         (["--data.tokenizer", "charactre"], "did you mean 'character'?"),
-        (["--data.tokenizer", "nowhere.json"], "nowhere.json does not exist"),
+        (["--data.tokenizer", "nowhere.json"], "nowhere.json cannot be read"),
         (["--data.tokenizer", "bpe:99"], "cannot contain the 256 bytes"),
         (["--objective.schedule", "cosin"], "did you mean 'cosine'?"),
         (["--objective.patterns", "random,spam"], "did you mean 'span'?"),

@@ -282,6 +282,12 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path):
     assert dlm_jax.load(directory).family == "llada"
 
 
+def test_architecture_counts_before_model_type(tmp_path):
+    moe, dense = cases.CONFIGS["llada_moe"], cases.CONFIGS["llada"]
+    assert moe["model_type"] == dense["model_type"]
+    assert dlm_jax.load(cases.write(tmp_path / "moe", "llada_moe")).family == "llada_moe"
+
+
 def _recommending(directory, **fields):
     cases.edit(directory / "generation_config.json", **fields)
     return directory

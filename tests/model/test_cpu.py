@@ -152,16 +152,16 @@ def test_sharded_rows_give_the_same_gradients():
 def test_scan_layers_equals_a_python_loop(depth):
     shift = normal(2, 3, 4)
 
-    def layer(x, w):
+    def layer(x, w, shift):
         return x + jnp.tanh(x @ w) * 2 + shift
 
     def loop(x, w):
         for i in range(depth):
-            x = layer(x, w[i])
+            x = layer(x, w[i], shift)
         return x
 
     assert_same_values_and_gradients(
-        jax.jit(lambda x, w: ops.scan_layers(layer, x, w)),
+        jax.jit(lambda x, w: ops.scan_layers(layer, x, w, shift)),
         loop,
         normal(0, 3, 4),
         0.3 * normal(1, depth, 4, 4),

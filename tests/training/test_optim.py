@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ import pytest
 import stage_cases as cases
 import toy
 
-from dlm_jax.config import HeadsConfig, OptimConfig
+from dlm_jax.config import Config, HeadsConfig, OptimConfig
+from dlm_jax.data import Setup
 from dlm_jax.distributed.partitions import path_name
-from dlm_jax.heads import CRITIC, MAIN, SAMPLER, Head, with_own_parameters
+from dlm_jax.heads import CRITIC, MAIN, SAMPLER, Head
 from dlm_jax.model.transformer import build
 from dlm_jax.training.optimisers import (
     learning_rate,
@@ -21,6 +23,7 @@ from dlm_jax.training.optimisers import (
     make_optimizer,
     rates_of,
 )
+from dlm_jax.training.tasks import make_task
 from dlm_jax.training.train_step import Stage
 from dlm_jax.types import Axes
 
@@ -142,7 +145,7 @@ def test_the_matrices_of_a_network_are_those_that_it_declares():
     own = {"table": {"w": Axes(), "v": Axes(is_matrix=True)}}
     found = toy.matrices(_network(params, lambda shapes: own))
     assert found == {"table/v", "other", "my_head"}
-    with pytest.raises(ValueError, match=r"^Network\.axes returns a tree that differs"):
+    with pytest.raises(ValueError, match=r"^table/v has no Axes"):
         toy.matrices(_network(params, lambda shapes: {"table": {"w": Axes()}}))
 
 
@@ -153,8 +156,9 @@ def test_a_head_declares_the_matrices_of_its_own_parameters():
         init=lambda key: {"w": jnp.ones((8, 12)), "v": jnp.ones((8, 8))},
         axes=lambda params: {"w": Axes(("embed", "vocab")), "v": Axes(is_matrix=True)},
     )
-    network = with_own_parameters(_network({"other": jnp.ones((8, 8))}), (head,))
-    assert toy.matrices(network) == {"my_head/v", "other"}
+    setup = Setup(Config(model=toy.config()), cast(Any, cases.Tokenizer()), cases.mesh())
+    task = make_task(setup, _network({"other": jnp.ones((8, 8))}), heads=(head,))
+    assert toy.matrices(task.network) == {"my_head/v", "other"}
 
 
 @pytest.mark.parametrize("name", NAMES)

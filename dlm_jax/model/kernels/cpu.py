@@ -149,21 +149,25 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def unrolled_scan(layer: Callable[[jax.Array, Any], jax.Array], x: jax.Array, layers: Any) -> Any:
-    """``x = layer(x, parameters)`` for each layer, unrolled if it is differentiated.
+def unrolled_scan(
+    layer: Callable[[jax.Array, Any, Any], jax.Array], x: jax.Array, layers: Any, context: Any
+) -> Any:
+    """``x = layer(x, parameters, context)`` for each layer, unrolled if it is differentiated.
 
-    `layer` may close over values without a gradient.
+    `layer` must not close over traced arrays.
     """
-    return _scan(layer, x, layers, unroll=1)
+    return _scan(layer, x, layers, context, unroll=1)
 
 
-def _scan(layer: Any, x: jax.Array, layers: Any, *, unroll: int) -> jax.Array:
-    return lax.scan(lambda x, params: (layer(x, params), None), x, layers, unroll=unroll)[0]
+def _scan(layer: Any, x: jax.Array, layers: Any, context: Any, *, unroll: int) -> jax.Array:
+    return lax.scan(lambda x, params: (layer(x, params, context), None), x, layers, unroll=unroll)[
+        0
+    ]
 
 
-def _unrolled_scan_forward(layer, x, layers):
+def _unrolled_scan_forward(layer, x, layers, context):
     depth = jax.tree.leaves(layers)[0].shape[0]
-    return jax.vjp(functools.partial(_scan, layer, unroll=depth), x, layers)
+    return jax.vjp(functools.partial(_scan, layer, unroll=depth), x, layers, context)
 
 
 def _unrolled_scan_backward(layer, pull_back, g):
