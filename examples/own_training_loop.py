@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Write your own training loop
 #
-# `dlm_jax.training.custom_loop` returns the training of a config as pure functions: `init`, `loss`,
+# `dlm_jax.training.problem` returns the training of a config as pure functions: `init`, `loss`,
 # `gradient` and `batches`. You provide the loop and the optimiser.
 
 # %%

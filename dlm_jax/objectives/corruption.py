@@ -90,9 +90,6 @@ def mask_exactly(key: jax.Array, count_B: jax.Array, is_free_BL: jax.Array) -> j
     return (rank_BL < count_B[:, None]) & is_free_BL
 
 
-"""Patterns that select the positions to restore: independently, in clusters, or in spans."""
-
-
 def select_sticky(
     key: jax.Array,
     ratio_B: jax.Array,

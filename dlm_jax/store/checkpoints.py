@@ -582,7 +582,7 @@ def _read_arrays(path: Path, abstract: Any, manifest: dict[str, Any], handler: A
             arrays = jax.device_put(arrays, jax.tree.map(sharding_of, abstract))
             break
         except Exception as error:  # Orbax raises errors of many kinds for damaged files
-            cause = error.__cause__ or error
+            cause: Any = error.__cause__ or error
             if is_alone and isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):
                 raise cause from None
             damage = f"{path / 'state'} cannot be read ({said(cause)})" if is_last else ""

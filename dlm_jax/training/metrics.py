@@ -349,7 +349,7 @@ class Meter:
         """Counts the time in the context as waiting for `what`: ``input`` or ``device``."""
         start = time.time()
         yield
-        self._waits[what] += time.time() - start
+        self._waits[what] += max(0.0, time.time() - start)
 
     def read(self, seconds: float) -> None:
         """Adds the time that the pipeline took for one batch of this process."""

@@ -77,7 +77,8 @@ class Best:
     model of a run that has the same config and no checkpoints. Every process of a run creates one
     instance and calls the same methods in the same order.
 
-    For `meta` see `Run`, and for `check` see `Checkpoints`.
+    For `meta` see `Run`, and for `check` see `Checkpoints`. The arrays of the saved
+    model are not read: damage in them is found when the model is loaded.
 
     Raises:
       ValueError: `FOLDER` is not a directory or contains the best model of another run.
@@ -190,50 +191,52 @@ def restore_run(
     local: LocalCheckpoints | None,
     report: Callable[[str], None],
 ) -> tuple[TrainState, dict[str, Any]] | None:
-    """The newest state and metadata of the existing run, whose identity is copied to `meta`.
+    """The newest usable state and metadata of the existing run, whose identity is copied to `meta`.
 
-    A local checkpoint is used unless a shared one is newer. The result is None if neither exists.
+    A local checkpoint is used unless a shared one is newer. If the arrays of a checkpoint are
+    damaged, the next older one is used, local or shared. The result is None if there is none.
     """
     abstract = task.abstract_state()
-    step = None if local is None else local.newest(abstract)
-    shared: dict[str, Any] = {}
-    if checkpoints is not None:
+    while True:
+        step = None if local is None else local.newest(abstract)
+        shared: dict[str, Any] = {}
+        if checkpoints is not None:
+            try:
+                shared = checkpoints.read_meta(report=report)
+            except ValueError as error:
+                # The next saves would delete checkpoints of another run or version.
+                is_damaged = isinstance(error, Damaged)
+                if step is None or not on_first_process(lambda is_=is_damaged: is_):
+                    raise
+                report(f"{error}; the local checkpoint of step {step} is used")
+        if shared:
+            check_same_run(meta, shared)
+        if step is None and not shared:
+            return None
+        is_local = step is not None and step >= shared.get("step", 0)
+        if local is not None and is_local:
+            saved = local.read_meta(step=step)
+            try:
+                check_same_run(meta, saved)
+            except ValueError as error:
+                raise ValueError(f"{local.directory}: {error}; or remove the directory") from None
+            if shared.get("run", saved["run"]) != saved["run"]:
+                raise ValueError(
+                    f"{local.directory} has checkpoints of run {saved['run']}, but the checkpoints "
+                    f"belong to run {shared['run']}; remove the directory"
+                )
+        source: Any = local if is_local else checkpoints
         try:
-            shared = checkpoints.read_meta(report=report)
-        except ValueError as error:
-            # The next saves would delete checkpoints of another run or version.
-            is_damaged = isinstance(error, Damaged)
-            if step is None or not on_first_process(lambda: is_damaged):
-                raise
-            report(f"{error}; the local checkpoint of step {step} is used")
-    if shared:
-        check_same_run(meta, shared)
-    restored = None
-    while local is not None and step is not None and step >= shared.get("step", 0):
-        saved = local.read_meta(step=step)
-        try:
-            check_same_run(meta, saved)
-        except ValueError as error:
-            raise ValueError(f"{local.directory}: {error}; or remove the directory") from None
-        if shared.get("run", saved["run"]) != saved["run"]:
-            raise ValueError(
-                f"{local.directory} has checkpoints of run {saved['run']}, but the checkpoints "
-                f"belong to run {shared['run']}; remove the directory"
-            )
-        try:
-            restored = local.restore(abstract, step=step)
+            step, state, saved = source.restore(abstract, step=step if is_local else shared["step"])
+            break
         except Damaged as error:
-            local.report(f"the local checkpoint of step {step} is not used: {error}")
-            step = local.newest(abstract)
-            continue
+            line = (
+                f"the damaged checkpoint of step {step if is_local else shared['step']} is not used"
+            )
+            (source.report if is_local else report)(f"{line}: {error}")
+    check_same_run(meta, saved)
+    if is_local:
         report(f"step {step} is restored from train.local_checkpoint_dir")
-        break
-    if restored is None and checkpoints is not None:
-        restored = checkpoints.restore(abstract, report=report)
-        check_same_run(meta, restored.meta)
-    if restored is None:
-        return None
-    step, state, saved = restored
     meta |= {name: saved[name] for name in ("run", *KEPT) if name in saved}
     if line := growth(task.setup.config, saved, step):
         report(line)

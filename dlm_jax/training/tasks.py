@@ -174,7 +174,7 @@ def make_task(
             raise ValueError(f"model.{head.switch}=True requires a network with a {head.key} head")
     records = make_heads(setup, heads)
     inits = {head.name: (head.stream, head.init) for head in records if head.init is not None}
-    if inits:
+    if inits or any(head.axes is not None for head in records):
         init_model, axes_of_model = network.init, network.axes
 
         def init(key: jax.Array) -> Params:

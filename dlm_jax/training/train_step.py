@@ -122,8 +122,7 @@ class StageLoss:
         for name, objective in objectives.items():
             noise = drawn.noise[name]
             if objective.loss is not None:
-                pair: Any = objective.loss(network, params, noise)
-                losses[name] = Loss(*pair)
+                losses[name] = _pair(objective.loss(network, params, noise), name)
             else:
                 weight_BL, weight = noise
                 # Positions that are not predicted may contain MASK, whose cost is infinite.
@@ -140,8 +139,8 @@ class StageLoss:
                 own, hidden = jax.lax.stop_gradient((params, hidden_BLD))
                 own = own | {head.name: params[head.name]}
             given = drawn._replace(noise=drawn.noise[head.name], hidden_BLD=hidden)
-            pair = head.loss(replace(network, heads=seen), own, given)
-            loss = losses[head.name] = Loss(*pair)
+            loss = _pair(head.loss(replace(network, heads=seen), own, given), head.name)
+            losses[head.name] = loss
             mean = means[head.metric] = _mean(loss, head.name)
             total = total + (mean if head.weight is None else head.weight_at(step) * mean)
         for owner, loss in losses.items():
@@ -162,6 +161,13 @@ class StageLoss:
             return {}
         weighted = [head for head in self.trained_heads if head.weight is not None]
         return means | {f"{head.metric}_alpha": head.weight_at(step) for head in weighted}
+
+
+def _pair(found: Any, name: str) -> Loss:
+    if not isinstance(found, tuple) or not 2 <= len(found) <= 3:
+        kind = type(found).__name__
+        raise ValueError(f"{name}.loss returned a {kind}; return (sum, weight) or a Loss")
+    return Loss(*found)
 
 
 def _mean(loss: Loss, name: str) -> jax.Array:

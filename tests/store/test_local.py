@@ -142,3 +142,19 @@ def test_a_killed_run_continues_from_its_local_checkpoint_as_if_uninterrupted(tm
     whole = tiny_run.run(tmp_path / "whole", train__steps=12)
     tiny_run.assert_same(outcome.state, whole.state)
     assert tiny_run.records(tmp_path / "run") == tiny_run.records(tmp_path / "whole")
+
+
+def test_a_damaged_shared_checkpoint_hides_no_older_local_one(tmp_path):
+    lines: list[str] = []
+    given = {
+        "train__steps": 8, "train__eval_every": 0, "train__checkpoint_every": 4,
+        "train__local_checkpoint_dir": tmp_path / "disk", "train__local_checkpoint_every": 3,
+    }  # fmt: skip
+    whole = tiny_run.run(tmp_path / "run", **given)
+    last = tmp_path / "run" / "checkpoints" / "step_00000008"
+    for file in (path for path in last.rglob("d/*") if path.is_file()):
+        file.write_bytes(bytes(byte ^ 255 for byte in file.read_bytes()))
+    resumed = tiny_run.run(tmp_path / "run", report=lines.append, **given)
+    assert "step 6 is restored from train.local_checkpoint_dir" in lines
+    assert any(line.startswith("the damaged checkpoint of step 8") for line in lines)
+    tiny_run.assert_same(resumed.state, whole.state)

@@ -151,8 +151,8 @@ def test_the_matrices_of_a_network_are_those_that_it_declares():
 
 def test_a_head_declares_the_matrices_of_its_own_parameters():
     head = Head(
-        "my_head",
-        loss=lambda inputs: None,
+        name="my_head",
+        loss=lambda *inputs: (jnp.zeros(()), jnp.ones(())),
         init=lambda key: {"w": jnp.ones((8, 12)), "v": jnp.ones((8, 8))},
         axes=lambda params: {"w": Axes(("embed", "vocab")), "v": Axes(is_matrix=True)},
     )

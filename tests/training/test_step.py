@@ -84,7 +84,7 @@ def _trained(name: str):
     return jax.device_get((state, seen))
 
 
-@pytest.mark.parametrize("name", ["data", pytest.param("cube", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["data", pytest.param("cube", marks=pytest.mark.slow)])
 def test_eight_devices_train_like_one(name):
     _assert_near(_trained(name), _trained("one"))
 
