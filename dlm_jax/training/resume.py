@@ -226,14 +226,17 @@ def restore_run(
                     f"belong to run {shared['run']}; remove the directory"
                 )
         source: Any = local if is_local else checkpoints
+        tell = source.report if is_local else report
+        chosen = step if is_local else shared["step"]
         try:
-            step, state, saved = source.restore(abstract, step=step if is_local else shared["step"])
+            # Without local checkpoints, `restore` itself falls back to older steps.
+            wanted = None if local is None else chosen
+            step, state, saved = source.restore(abstract, step=wanted, report=tell)
             break
         except Damaged as error:
-            line = (
-                f"the damaged checkpoint of step {step if is_local else shared['step']} is not used"
-            )
-            (source.report if is_local else report)(f"{line}: {error}")
+            if local is None:
+                raise
+            tell(f"the damaged checkpoint of step {chosen} is not used: {error}")
     check_same_run(meta, saved)
     if is_local:
         report(f"step {step} is restored from train.local_checkpoint_dir")
