@@ -739,6 +739,12 @@ def describe(run: Run, report: Callable[[str], None] = say) -> None:
         f"model of {sum(parts.values()):,} parameters on {mesh.devices.flat[0].platform}, mesh "
         f"{dict(mesh.shape)}: " + ", ".join(f"{name} {size:,}" for name, size in parts.items())
     )
+    if own := run.meta["own"]:
+        names = (
+            f"{kind} {', '.join(name) if isinstance(name, list) else name}"
+            for kind, name in own.items()
+        )
+        report(f"custom: {'; '.join(names)}")
     is_own = task.own_optimizer is not None
     counts = parameter_groups(run.config, task.heads, params, axes=task.axes, is_own=is_own)
     groups = ", ".join(

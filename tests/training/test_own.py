@@ -25,6 +25,7 @@ from dlm_jax.training import (
     Mixture,
     Objective,
     Setup,
+    describe,
     problem,
     train,
 )  # fmt: skip
@@ -134,6 +135,12 @@ def _whole(folder: Path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("own")
+
+
+def test_a_run_says_which_of_its_parts_are_custom(folder):
+    lines: list[str] = []
+    describe(_whole(folder).run, lines.append)
+    assert "custom: network network; objective two_passes; heads left_head" in lines
 
 
 def test_own_parts_train_and_are_sampled(folder):
