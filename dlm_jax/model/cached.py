@@ -3,11 +3,11 @@
 The cache has one leaf for keys and one for values, each ``[B, depth, G, L, K]`` in the compute
 dtype: ``2 depth B L G K`` numbers in total. The products of attention read this layout in place.
 Without a layout constraint, the TPU compiler would transpose the whole cache at every step. On CPU,
-the layers are unrolled, and each layer has its own leaves, ``[B, G, L, K]``. With shifted
-predictions, the hidden vectors of all positions are also cached, ``[B, L, D]``, because the
-position before a window predicts the first position of the window. A causal network with shifted
-predictions needs no such vectors: position i of its cache contains the keys and values of the token
-at i - 1, as if the input were shifted. Position 0 is hidden.
+the layers are unrolled, and each layer has its own leaves, ``[B, G, L K]``, which the compiler does
+not transpose. With shifted predictions, the hidden vectors of all positions are also cached,
+``[B, L, D]``, because the position before a window predicts the first position of the window. A
+causal network with shifted predictions needs no such vectors: position i of its cache contains the
+keys and values of the token at i - 1, as if the input were shifted. Position 0 is hidden.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class RowTrunk(Trunk):
         groups = config.kv_heads or config.heads
         shape = (num_rows, config.depth, groups, num_positions, config.size_of_head)
         if ops.unrolls_cache(config.depth):
-            shape = (num_rows, *shape[2:])
+            shape = (num_rows, groups, num_positions * config.size_of_head)
             kept = tuple(
                 (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.depth)
             )
@@ -196,7 +196,7 @@ class RowTrunk(Trunk):
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 kept = (one_later(k), one_later(v)) if self.hides_first else (k, v)
-                new.append((by_group(kept[0]), by_group(kept[1])))
+                new.append((self._as_kept(kept[0]), self._as_kept(kept[1])))
                 return ops.attention(q, k, v, length_N, may_see=block.attention.may_see)
 
             return block.around(x_NLD, angles, attend), new[0]
@@ -241,13 +241,14 @@ class RowTrunk(Trunk):
             new: list[KeyValue] = []
             if ops.unrolls_cache(config.depth):
                 old = cache if row_N is None else on_own_rows(ops.rows_of, cache, row_N)
-                old = old[0][:, :, :num_seen], old[1][:, :, :num_seen]
+                size_K = config.size_of_head
+                old = tuple(x.reshape(*x.shape[:2], -1, size_K)[:, :, :num_seen] for x in old)
             else:
                 old = ops.CachedLayer(cache[0], cache[1], row_N, num_seen)
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                new.append((by_group(k), by_group(v)))
-                return ops.window_attention(q, old, new[0], seen)
+                new.append((self._as_kept(k), self._as_kept(v)))
+                return ops.window_attention(q, old, (by_group(k), by_group(v)), seen)
 
             return block.around(x_NWD, angles, attend), new[0]
 
@@ -276,9 +277,19 @@ class RowTrunk(Trunk):
         if self.caches_hidden:
             (kept, hidden_BLD), (piece, new_BLD) = kept, piece
             hidden = ops.write_rows(1, row_N, place_N)(hidden_BLD, new_BLD)
-        axis = 2 if ops.unrolls_cache(self.config.depth) else 3
-        kept = jax.tree.map(ops.write_rows(axis, row_N, place_N), kept, piece)
+        if ops.unrolls_cache(self.config.depth):
+            write = ops.write_rows(2, row_N, place_N * self.config.size_of_head)
+        else:
+            write = ops.write_rows(3, row_N, place_N)
+        kept = jax.tree.map(write, kept, piece)
         return (kept, hidden) if self.caches_hidden else kept
+
+    def _as_kept(self, x_NWGK: jax.Array) -> jax.Array:
+        """A layer's keys or values in the shape of the cache."""
+        x_NGWK = by_group(x_NWGK)
+        if not ops.unrolls_cache(self.config.depth):
+            return x_NGWK
+        return x_NGWK.reshape(*x_NGWK.shape[:2], -1)
 
     def ready(self, params: Params) -> Params:
         """`CachedTrunk.ready`: the parameters of each layer, if the layers are unrolled."""

@@ -132,7 +132,7 @@ for window, heads, groups, size, positions, seen, fits in [
         given(1, queries, seen, dtype="float32"), given(1, queries, window, dtype="float32"),
         jax.ShapeDtypeStruct((), "int32", sharding=place),
     ).compile()
-    assert ("window_attention" in compiled.as_text()) == fits
+    assert ("tpu_custom_call" in compiled.as_text()) == fits
 print("passed")
 """
 
