@@ -160,11 +160,7 @@ def filled(setup: Any, network: Network, params: Params, *rows: jax.Array) -> ja
     vectors, shown tokens, lengths, holes, and one seed per row.
     """
     recommended = setup.config.sample
-    in_waves = (
-        setup.config.model.add_sampler_head
-        and "sampler" in network.heads
-        and noise_process(setup.config.objective).is_masked
-    )
+    in_waves = "sampler" in network.heads and noise_process(setup.config.objective).is_masked
 
     def fill_rows(params: Params, *rows: jax.Array) -> jax.Array:
         hidden_BLD, shown_BL, length_B, is_hole_BL, seed_B = rows
