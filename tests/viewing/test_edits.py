@@ -1,30 +1,10 @@
 """A view of edited canvases sees as many edits as are counted."""
 
-import dataclasses
-
 import pytest
-import toy_model
+from edited_rows import MODEL, PROMPTS, TOKENIZER
 
 import dlm_jax
-from dlm_jax.config import SamplingParams
 from dlm_jax.viewing.frames import Kind, changes, frame_of
-
-TOKENIZER = toy_model.TOKENIZER
-SAMPLE = SamplingParams(
-    steps=6, temperature=0.8, chain=("temperature",), schedule="all", ignore_eos=True,
-    resample=True, edit=True, insert_ratio_start=0.2, delete_ratio_start=0.3, delete_margin=0.0,
-)  # fmt: skip
-MODEL = dataclasses.replace(toy_model.MODEL, sample=SAMPLE)
-# They run in one program, on four slots.
-PROMPTS = [
-    {"prompt": "The ", "draft": "cat sat. A rat", "seed": 1, "max_length": 18,
-     "insert_ratio_start": 0.5},
-    {"prompt": "A ", "draft": "rat ran. The cat sat", "seed": 2, "max_length": 23,
-     "overflow": "refuse", "insert_ratio_start": 0.5},
-    {"gen_length": 18, "seed": 3, "resample": False, "edit_token": "mask", "block_length": 7},
-    {"prompt": "A ", "draft": "cat. ", "gen_length": 4, "seed": 4, "insert_ratio_start": 0.0,
-     "length_target_mode": "to_max_new", "max_new_tokens": 15, "block_length": 5, "steps": 9},
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("every", "num_samples"), [(1, 1), (3, 3), ("block", 1)])
