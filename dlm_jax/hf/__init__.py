@@ -4,7 +4,6 @@ from dlm_jax.hf.chat import ChatTemplate, TextTemplate, check_template, saved_ch
 from dlm_jax.hf.directory import (
     KEPT,
     Published,
-    chat_of,
     is_published,
     read_chat,
     read_kept,
@@ -23,7 +22,6 @@ __all__ = [
     "Published",
     "TextTemplate",
     "UNPUBLISHED",
-    "chat_of",
     "check_template",
     "fetched",
     "hub_id",

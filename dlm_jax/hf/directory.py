@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.config import Config, DataConfig, ModelConfig, ObjectiveConfig, SamplingParams
 from dlm_jax.data import NO_MASK, HubTokenizer, SubwordTokenizer, check_fits, qwen_json
-from dlm_jax.hf.chat import ChatTemplate, check_template
+from dlm_jax.hf.chat import ChatTemplate
 from dlm_jax.hf.families import expressed, family_for, family_of
 from dlm_jax.hf.family import Family, FileFields, pieces_of, read_json
 from dlm_jax.hf.generation import (
@@ -364,38 +364,16 @@ def read_tokenizer(
 
 
 def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
-    """The chat template of a directory, or None.
-
-    A template that cannot be read or compiled has a `ChatTemplate.problem`.
-    """
-    file, source = directory / TEMPLATE, None
-    try:
-        if is_gguf(directory):
-            file, source = directory, opened(directory).template
-        elif file.exists():
-            source = file.read_text(encoding="utf-8-sig")
-        else:
-            file = directory / "tokenizer_config.json"
-            source = _optional(file).get("chat_template")
-    except (OSError, ValueError) as error:
-        problem = f"{file} cannot be read ({error}); download it again"
-        return ChatTemplate("", tokenizer, problem=problem)
+    """The chat template of a directory, or None."""
+    if is_gguf(directory):
+        source = opened(directory).template
+    elif (file := directory / TEMPLATE).exists():
+        source = file.read_text(encoding="utf-8-sig", errors="replace")
+    else:
+        source = _optional(directory / "tokenizer_config.json").get("chat_template")
     if isinstance(source, list):
-        named = (entry for entry in source if isinstance(entry, dict))
-        source = next((e.get("template") for e in named if e.get("name") == "default"), None)
-    return chat_of(source, tokenizer, str(file)) if isinstance(source, str) else None
-
-
-def chat_of(source: str, tokenizer: HubTokenizer, where: str) -> ChatTemplate:
-    """The chat template with this source, with a `ChatTemplate.problem` if it cannot be used.
-
-    `where` is the name of its file.
-    """
-    try:
-        check_template(source, where)
-    except ValueError as error:
-        return ChatTemplate(source, tokenizer, problem=str(error))
-    return ChatTemplate(source, tokenizer)
+        source = {one["name"]: one["template"] for one in source}.get("default")
+    return ChatTemplate(source, tokenizer) if isinstance(source, str) else None
 
 
 def _optional(file: Path) -> dict[str, Any]:

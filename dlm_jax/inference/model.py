@@ -19,7 +19,6 @@ from dlm_jax import store
 from dlm_jax.config import Config, MeshConfig, ModelConfig, ObjectiveConfig, SamplingParams
 from dlm_jax.data import (
     NO_MASK,
-    HubTokenizer,
     Tokenizer,
     check_fits,
     from_json,
@@ -37,12 +36,12 @@ from dlm_jax.distributed.partitions import (
 from dlm_jax.heads import HEADS
 from dlm_jax.hf import (
     ChatTemplate,
-    chat_of,
     fetched,
     is_published,
     read_model,
     read_published,
     restored,
+    saved_chat,
     write_published,
 )
 from dlm_jax.model.lora import merged
@@ -361,16 +360,12 @@ def load(
             params = quantized(merged(params, config.model), quantize, axes)
         tokenizer = from_json(meta["tokenizer"])
         check_fits(tokenizer, network.vocab_size)
-        template, chat = meta.get("chat_template"), None
-        if template and isinstance(tokenizer, HubTokenizer):
-            chat = chat_of(template, tokenizer, f"{path}: its chat template")
+        chat = saved_chat(meta, tokenizer)
         more = {
             "untrained": untrained_heads(config, meta.get("step")),
             "corpus_sha256": str((meta.get("corpus") or {}).get("sha256", "")),
         }
         more |= restored(meta["published"], config) if meta.get("published") else {}
-    if chat is not None and chat.problem:
-        say(f"{chat.problem}; chats are refused")
     recommended = {"max_length": config.data.seq_len, "sample": config.sample}
     return Model(
         network=network,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import date
-
 import published_cases as cases
 import pytest
 import tokenizers
@@ -11,7 +9,7 @@ import tokenizers
 import dlm_jax
 from dlm_jax.cli import sample
 from dlm_jax.data import HubTokenizer
-from dlm_jax.hf import ChatTemplate, chat
+from dlm_jax.hf import ChatTemplate
 
 
 @pytest.fixture(scope="module")
@@ -54,46 +52,6 @@ def test_a_template_reaches_nothing_outside_its_sandbox(model, source):
     template = ChatTemplate(source, model.tokenizer)
     with pytest.raises(ValueError, match="chat_template rejects"):
         template.text([{"role": "user", "content": "hi"}])
-
-
-LOOP = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        (LOOP, "it takes longer than 0.5 s"),
-        ("{{ 10 ** 10000000000 }}", "it takes longer than 0.5 s"),
-        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-        ("{{ 'a' * 10**10 }}", "it uses more than 1024 MiB"),
-        ("{{ messages[0].role * 10**8 }}", "its text is longer than 16,777,216 characters"),
-        ("{{ 'a' | center(10**10) }}", "it uses more than 1024 MiB"),
-        ("{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}"
-         "{% endfor %}", "it uses more than 1024 MiB"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
-        ("{{ " + "(" * 9999 + ")" * 9999 + " }}", "maximum recursion depth"),
-    ],
-)  # fmt: skip
-def test_a_template_is_bounded_in_time_memory_and_output(model, source, reason, monkeypatch):
-    monkeypatch.setattr(chat, "_SECONDS", 0.5 if "longer than 0.5" in reason else 60.0)
-    template = ChatTemplate(source, model.tokenizer)
-    with pytest.raises(ValueError, match="chat_template rejects the messages") as refused:
-        template.text([{"role": "user", "content": "hi"}])
-    assert reason in str(refused.value) and "\n" not in str(refused.value)
-    # The next one is not touched by it.
-    monkeypatch.setattr(chat, "_SECONDS", 60.0)
-    assert model.chat.text([{"role": "user", "content": "hi"}]).startswith("<|start|>user hi")
-
-
-@pytest.mark.parametrize("values", [{"more": object()}, {"source": "x"}])
-def test_variables_of_a_template_are_what_json_can_hold(model, values):
-    template = ChatTemplate("{{ source }}", model.tokenizer)
-    turns = [{"role": "user", "content": "hi"}]
-    if "more" in values:
-        with pytest.raises(ValueError, match="chat_template rejects .*not JSON serializable"):
-            template.text(turns, **values)
-    else:
-        assert template.text(turns, **values) == "x"
 
 
 BPE = cases.bpe_tokenizer()
@@ -156,7 +114,7 @@ ROLES = (
     ("turns", "marks"),
     [
         (["a<\uff5cAssistant\uff5c>b<|system|>c<think>"], []),
-        (["a", "<think>b</think>c<\uff5cUser\uff5c>", "d</think>"],
+        (["a", "<think>b</think>c<\uff5cUser\uff5c>", "d"],
          ["<\uff5cAssistant\uff5c>", "</s>", "<\uff5cUser\uff5c>"]),
         (["a", "b<think>", "c<think>"],
          ["<\uff5cAssistant\uff5c>", "<think>", "</s>", "<\uff5cUser\uff5c>"]),
@@ -236,12 +194,6 @@ def test_a_continued_turn_ends_with_its_content(source, content, text):
     ("source", "content", "reason"),
     [
         ("{{ messages[0].role }}", "hi", "omits the content of the last message"),
-        (
-            "{{ messages[0].content | length }}{{ messages[0].content }}",
-            "hi",
-            "changes the content",
-        ),
-        ("{{ messages[0].content }}, {{ messages[0].content }}", "hi", "changes the content"),
         (END, ["hi"], "has no text to continue"),
     ],
 )
@@ -278,26 +230,13 @@ def test_a_template_reads_the_texts_of_the_special_tokens():
     assert ChatTemplate(source, BPE).text([]) == " ".join(map(listed.id_to_token, ids))
 
 
-def test_a_template_reads_the_time():
-    chat = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", BPE)
-    days = {date.today().isoformat()}
-    days |= {chat.text([]), date.today().isoformat()}
-    assert chat.text([]) in days and len(days) <= 2
-
-
-@pytest.mark.parametrize("content", [b"{% for %}", b"\xff"])
-def test_a_template_that_cannot_be_read_refuses_chats_and_not_the_model(tmp_path, content):
+def test_a_broken_template_refuses_chats_and_not_the_model(tmp_path):
     path = cases.write(tmp_path / "model", "llada")
-    (path / "chat_template.jinja").write_bytes(content)
-    lines = []
-    model = dlm_jax.load(path, report=lines.append)
-    assert any("chat_template.jinja" in line and "chats are refused" in line for line in lines)
+    (path / "chat_template.jinja").write_text("{% for %}")
+    model = dlm_jax.load(path)
     for write in (model.chat.text, model.chat.ids):
-        with pytest.raises(ValueError, match=r"chat_template\.jinja"):
+        with pytest.raises(ValueError, match="chat_template is broken"):
             write([{"role": "user", "content": "hi"}])
-    dlm_jax.export(model, tmp_path / "out")
-    again = dlm_jax.load(tmp_path / "out")
-    assert (again.chat is None) == (content == b"\xff")
 
 
 def test_a_turn_without_content_is_refused(model):

@@ -139,7 +139,7 @@ REFUSED = {
     "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}.{% generation %}!"
     "{% endgeneration %}{% endfor %}": "marks this answer in several parts",
     f"{{% for m in messages %}}{LAST}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}":
-        "marks this answer from within a token",
+        ".* marks it from within a token",
 }  # fmt: skip
 
 
