@@ -30,7 +30,6 @@ _ADVICE = {
         certainty_draws certainty_share certainty_steps certainty_temperature certainty_weight
         sdtt_share sdtt_steps sdtt_teacher_steps teacher
     """,
-    "it is a flag of python -m dlm_jax.contrib.decide": "calibration fit labelled",
     "pass **model.presets[NAME] in Python, or --preset NAME": "preset",
     "it was removed; use cache_refresh": "cache_margin",
     "it was removed; use more steps": "corrector_share corrector_steps",
@@ -74,7 +73,7 @@ _MEMBERS = {
 def moved(name: str) -> str:
     """Advice for a setting, flag or ``setting=value`` that left the core; empty for others."""
     if name.startswith("task:"):
-        return f"python -m dlm_jax.contrib.tasks {name[5:]} prints this corpus as JSON lines"
+        return "it was removed; python -m dlm_jax.contrib.tasks prints sums as JSON lines"
     name = name.lstrip("-").replace("-", "_")
     if name in _OTHERS:
         return _OTHERS[name]

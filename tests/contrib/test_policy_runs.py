@@ -17,7 +17,7 @@ import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.contrib.rl import PolicySettings, train_policy
 from dlm_jax.contrib.rl.__main__ import main
-from dlm_jax.contrib.tasks import arithmetic
+from dlm_jax.contrib.tasks import examples
 
 FLAGS = {
     "data__layout": "documents", "data__seq_len": 10, "model__depth": 1, "optim__name": "adamw",
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _flags(folder: Path, out_dir: Path, **changes: Any) -> dict[str, str]:
     path = folder / "sums.jsonl"
     if not path.exists():
-        pairs = [{"prompt": p, "response": a} for p, a in arithmetic.examples(400)]
+        pairs = [{"prompt": p, "response": a} for p, a in examples(400)]
         path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return tiny_run.flags(out_dir, data__source=path, **(FLAGS | changes))
 
