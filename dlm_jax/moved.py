@@ -73,7 +73,7 @@ _MEMBERS = {
 def moved(name: str) -> str:
     """Advice for a setting, flag or ``setting=value`` that left the core; empty for others."""
     if name.startswith("task:"):
-        return "it was removed; python -m dlm_jax.contrib.tasks prints sums as JSON lines"
+        return "it was removed; python -m dlm_jax.contrib.arithmetic prints sums as JSON lines"
     name = name.lstrip("-").replace("-", "_")
     if name in _OTHERS:
         return _OTHERS[name]

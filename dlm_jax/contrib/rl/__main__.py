@@ -22,7 +22,7 @@ def reward_function(name: str) -> Callable[..., Sequence[float]]:
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"--reward {name!r} does not exist ({error}); write module:function, such as "
-            "dlm_jax.contrib.tasks:arithmetic"
+            "dlm_jax.contrib.arithmetic:rewards"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """Sums of two two-digit numbers: prompts such as ``47+85=``, answers, and their rewards.
 
-``python -m dlm_jax.contrib.tasks`` prints 8000 examples as JSON lines for ``data.source``, and
-``dlm_jax.contrib.tasks:arithmetic`` is a reward function of `dlm_jax.contrib.rl`.
+``python -m dlm_jax.contrib.arithmetic`` prints 8000 examples as JSON lines for ``data.source``, and
+``dlm_jax.contrib.arithmetic:rewards`` is a reward function of `dlm_jax.contrib.rl`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def examples(count: int, seed: int = 0) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-def arithmetic(prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
+def rewards(prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
     """1.0 for each answer that is the sum of its prompt, and 0.0 for other texts."""
     found = [_TEXT.fullmatch(p + answer) for p, answer in zip(prompts, answers, strict=True)]
     return [float(m is not None and m[3] == str(int(m[1]) + int(m[2]))) for m in found]
