@@ -28,7 +28,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 BLOCKS = {"order": "low_confidence", "block_length": BLOCK}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "prefix": ("bidirectional", BLOCKS),
     "dual": ("bidirectional", BLOCKS),
     "exact, block-causal": ("block_causal", BLOCKS),
     "exact, causal": ("causal", {"order": "left_to_right"}),

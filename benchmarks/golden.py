@@ -87,7 +87,6 @@ SHAKESPEARE: dict[str, Settings] = {
     "typical, dynamic": _RANDOM | {"typical_p": 0.8, "dynatemp_range": 0.4, "top_n_sigma": 2.0},
     "guidance": _RANDOM | {"guidance": 1.0},
     "several blocks": _SURE | {"block_length": 6, "steps": 12},
-    "prefix cache": _SURE | {"block_length": 8, "cache": "prefix"},
     "dual cache": _SURE | {"block_length": 8, "cache": "dual"},
     "published llada": llada.LLADA["llada"] | {"fill": "parallel", "block_length": 8} | _SHORT,
     "published fast": llada.LLADA["fast"] | {"fill": "parallel", "block_length": 8} | _SHORT,

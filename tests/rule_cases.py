@@ -97,13 +97,7 @@ EDITS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Rows whose length changes, with every other setting of edits and re-noise."""
 
-RENEWED: dict[str, dict[str, str]] = {
-    "posterior-none-wavefront": {"order": "posterior", "fill": "wavefront"},
-    "posterior-none-parallel-critic": {"order": "posterior", "renew_by": "critic"},
-}
-"""What the heads do where every token can change."""
-
-CASES |= HEADS | EDITS | RENEWED
+CASES |= HEADS | EDITS
 
 OTHERS: dict[str, dict[str, Any]] = {}
 """Cases of rules outside of the package, whose names have the form of those above."""
@@ -301,7 +295,7 @@ def params(name: str) -> Params:
 
 
 def _has_heads(name: str) -> bool:
-    return name in HEADS or name in RENEWED or "wavefront" in name
+    return name in HEADS or "wavefront" in name
 
 
 @functools.cache

@@ -9,7 +9,7 @@ sharded parameters are gathered one by one, as in any other forward pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -123,83 +123,46 @@ def _cached_trunk(program: Program) -> CachedTrunk:
     return cached
 
 
-class _Work(NamedTuple):
-    """The work of a step per row. The first axis of every leaf is the row axis.
-
-    Attributes:
-      tokens_BL: tokens that the forward pass reads.
-      length_B: number of live positions.
-      window: the hidden vectors of a row are those of ``sizes[0]`` positions from
-        ``window.place_N`` on.
-      is_due_B: True where the whole row is computed and cached first.
-      is_finished_B: True where the block before the window is computed and cached first; None for
-        never.
-      size_B: index of the window size; -1 if the row needs no window.
-    """
-
-    tokens_BL: jax.Array
-    length_B: jax.Array
-    window: Window
-    is_due_B: jax.Array
-    is_finished_B: jax.Array | None
-    size_B: jax.Array
-
-
 def _cached_forward(program: Program, params: Params, state: State, is_open_BL: jax.Array) -> Pass:
     """The forward pass over each row's window, after the refresh of its cache."""
     rule, cache, trunk = state.rules.cache, state.cache, _cached_trunk(program)
     assert rule is not None and cache is not None
     block, length_B, runs_B = state.block, state.canvas.length_B, state.is_running_B
     num_positions = is_open_BL.shape[1]
-    is_causal = trunk.block_length == 1
 
     # The window of each row, and what is cached before it.
     first_B = jnp.where(jnp.any(is_open_BL, axis=1), place_of_largest(is_open_BL), block.begin_B)
     first_B = jnp.minimum(first_B, num_positions - 1).astype(jnp.int32)
-    begin_B, end_B, sizes = rule.read(block, first_B, num_positions)
+    begin_B, end_B, width = rule.read(block, first_B, num_positions)
     is_due_B, is_finished_B = rule.refresh(block, begin_B, cache.valid_B)
-    width = sizes[0]
     place_B = jnp.minimum(begin_B, num_positions - width).astype(jnp.int32)
-    need_B = jnp.minimum(end_B, length_B) - begin_B
-    size_B = jnp.sum(need_B[:, None] > jnp.array(sizes[:-1], jnp.int32)[None], axis=1)
-    work = _Work(
-        tokens_BL=state.canvas.tokens_BL,
-        length_B=length_B,
-        window=Window(place_B, begin_B, end_B),
-        is_due_B=is_due_B & runs_B,
-        is_finished_B=None if is_finished_B is None else is_finished_B & runs_B,
-        size_B=jnp.where(runs_B & ~is_due_B, size_B, -1).astype(jnp.int32),
-    )
+    window = Window(place_B, begin_B, end_B)
+    signal_BWD = _signal(state)
+    if signal_BWD is not None:
+        signal_BWD = cut(signal_BWD, place_B, width)
+
+    def run(kv_cache: Any, tokens_BL: jax.Array, runs_B: jax.Array) -> tuple[Any, jax.Array]:
+        ends_B = None if is_finished_B is None else is_finished_B & runs_B
+        due = is_due_B & runs_B, ends_B, runs_B & ~is_due_B
+        rows = tokens_BL, length_B, window, signal_BWD
+        return _run_windows(program, params, kv_cache, *due, *rows, width)
 
     # The forward passes.
-    if trunk.canvas is None:
-        kv_cache, hidden_BWD = _run_windows(program, params, cache.kv_cache, work, sizes)
-    else:
-        kv_cache, _ = _run_refresh(program, params, cache.kv_cache, work, width)
-        signal_BWD = _signal(state)
-        if signal_BWD is not None:
-            signal_BWD = cut(signal_BWD, place_B, width)
-        hidden_BWD = trunk.canvas(
-            params, kv_cache, work.tokens_BL, length_B, work.window, signal_BWD, size=width
-        )
+    kv_cache, hidden_BWD = run(cache.kv_cache, state.canvas.tokens_BL, runs_B)
     offset_BL = jnp.arange(num_positions)[None] - place_B[:, None]
     output = TrunkOutput(hidden_BWD, at_BL=jnp.clip(offset_BL, 0, width - 1))
     uncond, passes_B = cache.uncond_kv_cache, jnp.ones_like(length_B)
     if program.is_guided:
         is_guided_B = state.row.guidance_B != 0
-        work = work._replace(
-            tokens_BL=_uncond_tokens(program, state),
-            is_due_B=work.is_due_B & is_guided_B,
-            is_finished_B=None if is_finished_B is None else is_finished_B & runs_B & is_guided_B,
-            size_B=jnp.where(is_guided_B, work.size_B, -1),
-        )
-        uncond, uncond_BWD = _run_windows(program, params, uncond, work, sizes)
+        uncond, uncond_BWD = run(uncond, _uncond_tokens(program, state), runs_B & is_guided_B)
         output = output._replace(uncond_BLD=uncond_BWD, scale_B=state.row.guidance_B)
         passes_B += is_guided_B
-    valid_B = jnp.where(runs_B, begin_B + is_causal, cache.valid_B).astype(jnp.int32)
+    valid_B = begin_B + (trunk.block_length == 1)
+    valid_B = jnp.where(runs_B, valid_B, cache.valid_B).astype(jnp.int32)
 
     # Counts. A canvas requires a forward pass in addition to that of the text.
-    forwards_B, num_B = jnp.ones_like(length_B), jnp.maximum(need_B, 0)
+    forwards_B, num_B = jnp.ones_like(length_B), jnp.minimum(end_B, length_B) - begin_B
+    num_B = jnp.maximum(num_B, 0)
     whole_B = begin_B if _prefills(trunk) else length_B
     if trunk.canvas is not None or _prefills(trunk):
         whole_B += num_B
@@ -219,141 +182,103 @@ def _prefills(trunk: CachedTrunk) -> bool:
 
 
 def _run_windows(
-    program: Program, params: Params, kv_cache: Any, work: _Work, sizes: tuple[int, ...]
-) -> tuple[Any, jax.Array]:
-    """The cache and the hidden vectors ``[B, W, D]`` after all forward passes over one canvas."""
-    trunk, width, num_positions = _cached_trunk(program), sizes[0], work.tokens_BL.shape[1]
-    is_due_B = work.is_due_B
-    if _prefills(trunk):
-        kv_cache, is_due_B = _prefill(program, params, kv_cache, work), jnp.zeros_like(is_due_B)
-        hidden_BWD = None
-    else:
-        kv_cache, hidden_BWD = _run_refresh(program, params, kv_cache, work, width)
-
-    def window_of_all() -> tuple[jax.Array, Any]:
-        tokens_BL, length_B = work.tokens_BL, work.length_B
-        return trunk.window(params, kv_cache, None, tokens_BL, length_B, work.window, size=width)
-
-    if trunk.block_length == 1:
-        window_BWD, update = window_of_all()
-        kv_cache = trunk.store(kv_cache, update, None, after(window_BWD, work.window.place_N))
-        if hidden_BWD is not None:
-            window_BWD = jnp.where(is_due_B[:, None, None], hidden_BWD, window_BWD)
-        return kv_cache, window_BWD
-    assert hidden_BWD is not None
-    if len(sizes) == 1:
-        is_any = jnp.any(work.size_B >= 0)
-        window_BWD = jax.lax.cond(is_any, lambda: window_of_all()[0], lambda: hidden_BWD)
-        return kv_cache, jnp.where(is_due_B[:, None, None], hidden_BWD, window_BWD)
-    for number, size in enumerate(sizes):
-        # A window that does not fit the previous size starts more than that size before the end of
-        # the canvas, and only cached positions before the window are read.
-        num_seen = num_positions - sizes[number - 1] if number else None
-
-        def compute(
-            hidden_BWD: jax.Array,
-            rows: _Work,
-            row_N: jax.Array,
-            size: int = size,
-            num_seen: int | None = num_seen,
-        ) -> tuple[jax.Array, jax.Array]:
-            place_N, begin_N, end_N = rows.window
-            window = Window(jnp.minimum(begin_N, num_positions - size), begin_N, end_N)
-            tokens_NL, length_N = rows.tokens_BL, rows.length_B
-            hidden_NSD, _ = trunk.window(
-                params, kv_cache, row_N, tokens_NL, length_N, window, size=size, num_seen=num_seen
-            )
-            return hidden_NSD, place_N - window.place_N
-
-        def put(
-            hidden_BWD: jax.Array, computed: tuple[jax.Array, jax.Array], row_N: jax.Array
-        ) -> jax.Array:
-            return hidden_BWD.at[row_N].set(cut(*computed, width))
-
-        with jax.named_scope(f"window_{size}"):
-            is_mine_B = work.size_B == number
-            hidden_BWD = in_groups(program, is_mine_B, size, compute, put, hidden_BWD, work)
-    return kv_cache, hidden_BWD
-
-
-def _run_refresh(
-    program: Program, params: Params, kv_cache: Any, work: _Work, width: int
-) -> tuple[Any, jax.Array]:
-    """The cache after forward passes over whole rows and over finished blocks, and the hidden
-    vectors ``[B, W, D]`` of the whole rows.
-    """
-    trunk, (num_rows, num_positions) = _cached_trunk(program), work.tokens_BL.shape
-    shape = jax.eval_shape(trunk.whole, params, work.tokens_BL, work.length_B)[0]
-    hidden_BWD = jnp.zeros((num_rows, width, shape.shape[2]), shape.dtype)
-
-    def compute(carry: Any, rows: _Work, row_N: jax.Array) -> tuple[Any, ...]:
-        hidden_NLD, update = trunk.whole(params, rows.tokens_BL, rows.length_B)
-        return update, hidden_NLD, rows.window.place_N
-
-    def put(carry: Any, computed: tuple[Any, ...], row_N: jax.Array) -> tuple[Any, jax.Array]:
-        (kv_cache, hidden_BWD), (update, hidden_NLD, place_N) = carry, computed
-        kv_cache = trunk.store(kv_cache, update, row_N, jnp.zeros_like(place_N))
-        return kv_cache, hidden_BWD.at[row_N].set(cut(hidden_NLD, place_N, width))
-
-    carry = kv_cache, hidden_BWD
-    with jax.named_scope("refresh"):
-        kv_cache, hidden_BWD = in_groups(
-            program, work.is_due_B, num_positions, compute, put, carry, work
-        )
-    if work.is_finished_B is not None:
-        first_B = jnp.maximum(work.window.begin_N - width, 0)
-        with jax.named_scope("finished_blocks"):
-            kv_cache = _cache_run(
-                program, params, kv_cache, work, work.is_finished_B, first_B, width
-            )
-    return kv_cache, hidden_BWD
-
-
-def _prefill(program: Program, params: Params, kv_cache: Any, work: _Work) -> Any:
-    """The cache after forward passes over the positions before the windows of the rows that are
-    due, in chunks.
-    """
-    size = min(_PREFILL, work.tokens_BL.shape[1])
-    end_B = jnp.where(work.is_due_B, work.window.begin_N, 0)
-
-    def chunk(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        first, kv_cache = state
-        first_B = jnp.full_like(work.window.begin_N, first)
-        kv_cache = _cache_run(program, params, kv_cache, work, end_B > first, first_B, size)
-        return first + size, kv_cache
-
-    with jax.named_scope("prefill"):
-        start = (jnp.zeros((), jnp.int32), kv_cache)
-        return jax.lax.while_loop(lambda state: state[0] < jnp.max(end_B), chunk, start)[1]
-
-
-def _cache_run(
     program: Program,
     params: Params,
     kv_cache: Any,
-    work: _Work,
     is_due_B: jax.Array,
-    first_B: jax.Array,
-    size: int,
-) -> Any:
-    """The cache after forward passes over `size` positions from `first_B` on, up to the window."""
-    trunk, num_positions = _cached_trunk(program), work.tokens_BL.shape[1]
+    is_finished_B: jax.Array | None,
+    needs_window_B: jax.Array,
+    tokens_BL: jax.Array,
+    length_B: jax.Array,
+    window: Window,
+    signal_BWD: jax.Array | None,
+    width: int,
+) -> tuple[Any, jax.Array]:
+    """The cache and the hidden vectors ``[B, W, D]`` after all forward passes over one canvas.
 
-    def compute(
-        kv_cache: Any, rows: tuple[_Work, jax.Array], row_N: jax.Array
-    ) -> tuple[Any, jax.Array]:
-        work, first_N = rows
-        window = Window(jnp.minimum(first_N, num_positions - size), first_N, work.window.begin_N)
-        hidden_NWD, update = trunk.window(
-            params, kv_cache, row_N, work.tokens_BL, work.length_B, window, size=size
+    Whole rows are computed and cached where `is_due_B` is True, and the block before the window
+    where `is_finished_B` is True.
+    """
+    trunk, (num_rows, num_positions) = _cached_trunk(program), tokens_BL.shape
+
+    def cache_run(kv_cache: Any, is_due_B: jax.Array, first_B: jax.Array, size: int) -> Any:
+        """The cache with `size` positions from `first_B` on, up to the window."""
+
+        def compute(kv_cache: Any, rows: tuple[jax.Array, ...], row_N: jax.Array) -> Any:
+            tokens_NL, length_N, first_N, end_N = rows
+            part = Window(jnp.minimum(first_N, num_positions - size), first_N, end_N)
+            hidden_NWD, update = trunk.window(
+                params, kv_cache, row_N, tokens_NL, length_N, part, size=size
+            )
+            return update, after(hidden_NWD, part.place_N)
+
+        def put(kv_cache: Any, computed: tuple[Any, jax.Array], row_N: jax.Array) -> Any:
+            return trunk.store(kv_cache, computed[0], row_N, computed[1])
+
+        rows = tokens_BL, length_B, first_B, window.begin_N
+        return in_groups(program, is_due_B, size, compute, put, kv_cache, rows)
+
+    hidden_BWD = None
+    if _prefills(trunk):  # the positions before the windows, in chunks
+        size = min(_PREFILL, num_positions)
+        end_B = jnp.where(is_due_B, window.begin_N, 0)
+
+        def chunk(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+            first, kv_cache = state
+            first_B = jnp.full_like(window.begin_N, first)
+            return first + size, cache_run(kv_cache, end_B > first, first_B, size)
+
+        with jax.named_scope("prefill"):
+            start = (jnp.zeros((), jnp.int32), kv_cache)
+            last = jnp.max(end_B)
+            kv_cache = jax.lax.while_loop(lambda state: state[0] < last, chunk, start)[1]
+    else:
+        shape = jax.eval_shape(trunk.whole, params, tokens_BL, length_B)[0]
+        hidden_BWD = jnp.zeros((num_rows, width, shape.shape[2]), shape.dtype)
+
+        def compute(carry: Any, rows: tuple[jax.Array, ...], row_N: jax.Array) -> Any:
+            tokens_NL, length_N, place_N = rows
+            hidden_NLD, update = trunk.whole(params, tokens_NL, length_N)
+            return update, hidden_NLD, place_N
+
+        def put(carry: Any, computed: tuple[Any, ...], row_N: jax.Array) -> tuple[Any, jax.Array]:
+            (kv_cache, hidden_BWD), (update, hidden_NLD, place_N) = carry, computed
+            kv_cache = trunk.store(kv_cache, update, row_N, jnp.zeros_like(place_N))
+            return kv_cache, hidden_BWD.at[row_N].set(cut(hidden_NLD, place_N, width))
+
+        with jax.named_scope("refresh"):
+            kv_cache, hidden_BWD = in_groups(
+                program,
+                is_due_B,
+                num_positions,
+                compute,
+                put,
+                (kv_cache, hidden_BWD),
+                (tokens_BL, length_B, window.place_N),
+            )
+        if is_finished_B is not None:
+            first_B = jnp.maximum(window.begin_N - width, 0)
+            with jax.named_scope("finished_blocks"):
+                kv_cache = cache_run(kv_cache, is_finished_B, first_B, width)
+    if trunk.canvas is not None:
+        return kv_cache, trunk.canvas(
+            params, kv_cache, tokens_BL, length_B, window, signal_BWD, size=width
         )
-        return update, after(hidden_NWD, window.place_N)
 
-    def put(kv_cache: Any, computed: tuple[Any, jax.Array], row_N: jax.Array) -> Any:
-        update, place_N = computed
-        return trunk.store(kv_cache, update, row_N, place_N)
+    def window_of_all() -> tuple[jax.Array, Any]:
+        return trunk.window(params, kv_cache, None, tokens_BL, length_B, window, size=width)
 
-    return in_groups(program, is_due_B, size, compute, put, kv_cache, (work, first_B))
+    if trunk.block_length == 1:
+        window_BWD, update = window_of_all()
+        kv_cache = trunk.store(kv_cache, update, None, after(window_BWD, window.place_N))
+        if hidden_BWD is None:
+            return kv_cache, window_BWD
+    else:
+        assert hidden_BWD is not None
+        window_BWD = jax.lax.cond(
+            jnp.any(needs_window_B), lambda: window_of_all()[0], lambda: hidden_BWD
+        )
+    return kv_cache, jnp.where(is_due_B[:, None, None], hidden_BWD, window_BWD)
 
 
 def in_groups(
@@ -441,28 +366,3 @@ def read_head(program: Program, params: Params, name: str, hidden_BLD: jax.Array
     logit_P = program.network.heads[name](params, hidden_BLD.reshape(-1, width))
     returned(logit_P, program.network, name, "N", (num_rows * num_positions,), jnp.float32)
     return jax.nn.sigmoid(logit_P).reshape(num_rows, num_positions)
-
-
-def read_head_with_candidates(
-    program: Program,
-    params: Params,
-    state: State,
-    name: str,
-    output: TrunkOutput,
-    candidate_BL: jax.Array,
-    is_open_BL: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The sigmoid of a head ``[B, L]`` for the canvas with candidates at its open MASK, and True
-    ``[B]`` for rows that require another forward pass, which reads them.
-    """
-    tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
-    is_filled_BL = is_open_BL & (tokens_BL == program.mask_id)
-    extra_B = jnp.any(is_filled_BL, axis=1) & state.is_stepping_B
-    filled_BL = jnp.where(is_filled_BL, candidate_BL, tokens_BL)
-    hidden_BLD = jax.lax.cond(
-        jnp.any(extra_B),
-        lambda: hidden(program.network, params, filled_BL, length_B),
-        lambda: output.hidden_BLD,
-    )
-    hidden_BLD = jnp.where(extra_B[:, None, None], hidden_BLD, output.hidden_BLD)
-    return read_head(program, params, name, hidden_BLD), extra_B

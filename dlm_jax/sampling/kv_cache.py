@@ -14,7 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.sampling.blocks import CurrentBlock
-from dlm_jax.settings import Rule, Setting, SettingError, fact, per_row, reads, require_values, rule
+from dlm_jax.settings import (
+    Rule,
+    Setting,
+    SettingError,
+    fact,
+    per_row,
+    reads,
+    require,
+    require_values,
+    rule,
+)
 
 
 class CacheState(NamedTuple):
@@ -33,24 +43,6 @@ class CacheState(NamedTuple):
     valid_B: jax.Array
 
 
-class CacheWindow(NamedTuple):
-    """The window of each row.
-
-    Attributes:
-      begin_B: int32, first position.
-      end_B: int32, exclusive end; at most `begin_B` plus the largest size, or the end of the
-        canvas.
-      sizes: static window sizes in ascending order. With a single size, a step computes all rows
-        together. With several sizes, windows reach the end of the canvas, and each row is computed
-        in the smallest size that fits, together with the other rows of that size. The first size
-        covers the block, and the step reads only the hidden vectors there.
-    """
-
-    begin_B: jax.Array
-    end_B: jax.Array
-    sizes: tuple[int, ...]
-
-
 class KVCache(Rule):
     """Selects the positions that a step computes. Both methods are required.
 
@@ -60,8 +52,11 @@ class KVCache(Rule):
 
     required: ClassVar[tuple[str, ...]] = ("read", "refresh")
 
-    def read(self, block: CurrentBlock, first_B: jax.Array, num_positions: int) -> CacheWindow:
-        """The window of each row. All other positions are read from the cache.
+    def read(
+        self, block: CurrentBlock, first_B: jax.Array, num_positions: int
+    ) -> tuple[jax.Array, jax.Array, int]:
+        """The first position and the exclusive end of the window of each row, int32 ``[B]``, and
+        the static size of the windows. All other positions are read from the cache.
 
         Args:
           block: the current block of each row.
@@ -75,7 +70,7 @@ class KVCache(Rule):
         self, block: CurrentBlock, begin_B: jax.Array, valid_B: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         """True ``[B]`` where the whole row is computed and cached first, and where only the last
-        ``sizes[0]`` positions before the window are, whose tokens are final; None for never.
+        positions before the window are, as many as it has, whose tokens are final; None for never.
 
         Args:
           block: the current block of each row.
@@ -92,34 +87,20 @@ class KVCache(Rule):
     @classmethod
     def check(cls, row: Any) -> None:
         """Raises if edits are enabled, because edits move tokens to other positions."""
-        if row.edits:
-            raise SettingError(
-                "edit",
-                True,
-                f"moves tokens, which cache={cls.name!r} does not support",
-                "use cache='none'",
-            )
+        why = f"moves tokens, which cache={cls.name!r} does not support"
+        require(not row.edits, "edit", True, why, "use cache='none'")
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         """Raises for a network without `Network.cached`."""
-        if not facts.has_cache:
-            raise SettingError(
-                "cache",
-                cls.name,
-                "requires a network that supports a cache (Network.cached)",
-                "use cache='none'",
-            )
+        why = "requires a network that supports a cache (Network.cached)"
+        require(facts.has_cache, "cache", cls.name, why, "use cache='none'")
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
         """Raises unless the cache is exact."""
-        raise SettingError(
-            "cache",
-            cls.name,
-            "has no trace, because a replay computes exact values",
-            "use cache='none'",
-        )
+        why = "has no trace, because a replay computes exact values"
+        raise SettingError("cache", cls.name, why, "use cache='none'")
 
 
 @rule
@@ -152,21 +133,15 @@ class Exact(KVCache):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         super().check_model(row, facts)
-        if not (facts.is_causal or facts.block_length or facts.canvas_length):
-            raise SettingError(
-                "cache",
-                "exact",
-                "requires model.attention_type='causal' or 'block_causal', where no position "
-                "attends to later ones",
-                "use cache='prefix' or 'dual'",
-            )
-        if facts.block_length == 1 and not facts.is_causal:
-            raise SettingError(
-                "cache",
-                "exact",
-                "does not support model.attention_type='block_causal' with blocks of 1 position",
-                "use model.attention_type='causal', which is the same, or cache='none'",
-            )
+        is_exact = facts.is_causal or facts.block_length or facts.canvas_length
+        why = (
+            "requires model.attention_type='causal' or 'block_causal', where no position attends "
+            "to later ones"
+        )
+        require(bool(is_exact), "cache", "exact", why, "use cache='dual'")
+        is_single = facts.block_length == 1 and not facts.is_causal
+        why = "does not support model.attention_type='block_causal' with blocks of 1 position"
+        require(not is_single, "cache", "exact", why, "use model.attention_type='causal'")
         if facts.is_causal:
             settings = {
                 "order": ("left_to_right",),
@@ -184,24 +159,26 @@ class Exact(KVCache):
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        if facts.is_causal and row.steps < is_open.sum():
-            raise SettingError(
-                "steps",
-                row.steps,
-                f"is less than the {is_open.sum()} tokens to write; cache='exact' with a causal "
-                f"model writes one per step",
-                f"use steps={is_open.sum()} or more",
-            )
+        require(
+            not facts.is_causal or row.steps >= is_open.sum(),
+            "steps",
+            row.steps,
+            f"is less than the {is_open.sum()} tokens to write; cache='exact' with a causal "
+            f"model writes one per step",
+            f"use steps={is_open.sum()} or more",
+        )
 
-    def read(self, block: CurrentBlock, first_B: jax.Array, num_positions: int) -> CacheWindow:
+    def read(
+        self, block: CurrentBlock, first_B: jax.Array, num_positions: int
+    ) -> tuple[jax.Array, jax.Array, int]:
         """A window of the row's block or, for a causal model, of its next token."""
         size = min(self.block_length or self.canvas_length or 1, num_positions)
         if self.canvas_length:
-            return CacheWindow(block.begin_B, block.end_B, (size,))
+            return block.begin_B, block.end_B, size
         begin_B = first_B
         if self.block_length:  # the block of a row can be part of a block of the model
             begin_B = block.begin_B // self.block_length * self.block_length
-        return CacheWindow(begin_B, begin_B + size, (size,))
+        return begin_B, begin_B + size, size
 
     def refresh(
         self, block: CurrentBlock, begin_B: jax.Array, valid_B: jax.Array
@@ -212,11 +189,6 @@ class Exact(KVCache):
             return valid_B != begin_B, None
         is_finished_B = (valid_B < begin_B) & (valid_B >= begin_B - size)
         return (valid_B != begin_B) & ~is_finished_B, is_finished_B
-
-
-# Window sizes in sixteenths of the canvas. A longer list fits suffixes better, but a trunk is
-# compiled for each entry.
-_SUFFIXES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 
 @rule
@@ -234,7 +206,7 @@ class Dual(KVCache):
         Setting(
             "cache_refresh",
             0,
-            "prefix, dual: number of steps between refreshes of the whole row; 0 refreshes only "
+            "dual: number of steps between refreshes of the whole row; 0 refreshes only "
             "when a block starts",
             low=0,
             activates=False,
@@ -245,25 +217,18 @@ class Dual(KVCache):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         super().check_model(row, facts)
-        if facts.is_causal or facts.block_length or facts.canvas_length:
-            raise SettingError(
-                "cache",
-                cls.name,
-                "supports only bidirectional models",
-                "use cache='exact', which is exact for this model",
-            )
-        if row.block_length == 0:
-            raise SettingError(
-                "cache",
-                cls.name,
-                "computes one block per step, but block_length=0 makes the row a single block",
-                "for example, use block_length=32",
-            )
+        is_other = facts.is_causal or facts.block_length or facts.canvas_length
+        why = "supports only bidirectional models"
+        require(not is_other, "cache", cls.name, why, "use cache='exact', which is exact")
+        why = "computes one block per step, but block_length=0 makes the row a single block"
+        require(row.block_length > 0, "cache", cls.name, why, "for example, use block_length=32")
 
-    def read(self, block: CurrentBlock, first_B: jax.Array, num_positions: int) -> CacheWindow:
+    def read(
+        self, block: CurrentBlock, first_B: jax.Array, num_positions: int
+    ) -> tuple[jax.Array, jax.Array, int]:
         """A window of the block."""
         end_B = jnp.minimum(block.end_B, num_positions)
-        return CacheWindow(block.begin_B, end_B, (min(self.block_length, num_positions),))
+        return block.begin_B, end_B, min(self.block_length, num_positions)
 
     def refresh(
         self, block: CurrentBlock, begin_B: jax.Array, valid_B: jax.Array
@@ -273,24 +238,5 @@ class Dual(KVCache):
         return (block.step_B == 0) | is_old_B, None
 
 
-@rule
-class Prefix(Dual):
-    """Computes the block and all later positions. Keys and values before the block are cached.
-
-    The whole row is computed at the same steps as with `Dual`.
-    """
-
-    about = "everything before the block; approximate, for bidirectional models"
-
-    def read(self, block: CurrentBlock, first_B: jax.Array, num_positions: int) -> CacheWindow:
-        """A window of the block and all later positions."""
-        begin_B, end_B, (width,) = super().read(block, first_B, num_positions)
-        suffixes = {-(-num_positions * share // 16) for share in _SUFFIXES}
-        sizes = (width, *sorted(size for size in suffixes if size > width))
-        return CacheWindow(begin_B, jnp.full_like(end_B, num_positions), sizes)
-
-
-KV_CACHES: Mapping[str, type[KVCache]] = {rule.name: rule for rule in (Exact, Prefix, Dual)}
+KV_CACHES: Mapping[str, type[KVCache]] = {rule.name: rule for rule in (Exact, Dual)}
 """KV caches, keyed by the value of ``cache``. The value ``none`` selects no cache."""
-
-__all__ = ["KV_CACHES", "CacheWindow", "Dual", "Exact", "KVCache", "Prefix"]

@@ -31,7 +31,7 @@ from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import PositionMap, moved, moved_boundary, position_map_of
 from dlm_jax.sampling.edits.scores import read_logprobs
 from dlm_jax.sampling.edits.trial import gain_of_edits
-from dlm_jax.sampling.forward import forward, read_head, read_head_with_candidates
+from dlm_jax.sampling.forward import forward, read_head
 from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.positions import TrunkOutput, at_places, hidden
 from dlm_jax.sampling.program import Program
@@ -153,7 +153,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
 
     # Propose.
     context = visible_context(state, mask_id=program.mask_id)
-    filled, wrong_BL, extra_B = draw_candidates(
+    filled = draw_candidates(
         program,
         params,
         state,
@@ -166,7 +166,6 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         own_BL=own_BL,
         is_scored_BL=is_scored_BL,
     )
-    commit = commit._replace(wrong_BL=wrong_BL)
     return state, StepProposal(
         is_open_BL=is_open_BL,
         is_read_BL=is_read_BL,
@@ -174,7 +173,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         context=context,
         output=output,
         cache=cache,
-        forwards_B=forwards_B + extra_B,
+        forwards_B=forwards_B,
         positions_B=positions_B,
         draw_key_B=draw_key_B,
         filled=filled,
@@ -331,10 +330,8 @@ def draw_candidates(
     scored: Callable[..., tuple[jax.Array, DrawnTokens]] | None = None,
     is_open_BL: jax.Array,
     **arrays: jax.Array | None,
-) -> tuple[FillOutput, jax.Array | None, jax.Array | int]:
-    """The candidates of the fill, and the values of the head that the rule of the step reads with
-    them, if any, and the number of forward passes ``[B]`` for it. If rows are sharded, each device
-    fills its own rows.
+) -> FillOutput:
+    """The candidates of the fill. If rows are sharded, each device fills its own rows.
 
     `context` has the visible tokens, and `arrays` are further arrays of `FillInput`; `scored` gives
     the logits and tokens that a noise rule scores.
@@ -370,7 +367,6 @@ def draw_candidates(
             score=score,
             rule_state=position_leaves(rule, state.rule_state, num_positions),
             is_traced=program.num_traced > 0,
-            is_joint=scored is not None,
             signal=None if signal is None else functools.partial(signal, params),
             signal_BLD=state.signal_BLD,
             **arrays,
@@ -380,15 +376,7 @@ def draw_candidates(
     # The old cache is not used again, so it can be overwritten in place.
     lean = state._replace(cache=None, records=None)
     arrays = {"is_open_BL": is_open_BL, **arrays}
-    filled = program.by_rows(propose)(params, (lean, output, context, arrays))
-    head, wrong_BL, extra_B = head_of(state.rules.commit.needs), None, 0
-    if head:
-        wrong_BL, extra_B = read_head_with_candidates(
-            program, params, state, head, output, filled.proposal.tokens_BL, is_open_BL
-        )
-        is_known_B = jnp.all(jnp.isfinite(wrong_BL) | ~is_open_BL, axis=1)
-        filled = filled._replace(is_finite_B=filled.is_finite_B & is_known_B)
-    return filled, wrong_BL, extra_B
+    return program.by_rows(propose)(params, (lean, output, context, arrays))
 
 
 def apply_renoise(program: Program, state: State) -> State:

@@ -30,22 +30,11 @@ from dlm_jax.settings import (
     fact,
     per_row,
     require,
-    require_head,
     require_values,
     rule,
-    static,
 )
 
-__all__ = [
-    "EntropyRenoise",
-    "NOISE_RULES",
-    "NoiseContext",
-    "NoiseRule",
-    "NoiseUpdate",
-    "Posterior",
-]
-
-_KIND_SALT, _NOISE_SALT, _WRONG_SALT = 0x6B696E64, 0x6D61736B, 0x77726F6E
+_KIND_SALT, _NOISE_SALT = 0x6B696E64, 0x6D61736B
 
 
 class NoiseContext(NamedTuple):
@@ -63,8 +52,6 @@ class NoiseContext(NamedTuple):
       num_ids_B: int32, number of noise ids of the row.
       mask_id: the id of MASK.
       preference_BL: uint32, priority of each position when scores are tied; see `preferences`.
-      wrong_BL: float32 probability that each current token is wrong, according to the head that the
-        rule needs; None without such a head.
     """
 
     tokens_BL: jax.Array
@@ -77,7 +64,6 @@ class NoiseContext(NamedTuple):
     num_ids_B: jax.Array
     mask_id: int
     preference_BL: jax.Array | None = None
-    wrong_BL: jax.Array | None = None
 
 
 class NoiseUpdate(NamedTuple):
@@ -101,7 +87,7 @@ class NoiseRule(OrderRule):
     def check(cls, row: Any) -> None:
         super().check(row)
         supported: dict[str, tuple[Any, ...]] = {
-            "fill": ("parallel", "auto", "wavefront"),
+            "fill": ("parallel", "auto"),
             "remask": ("none",),
             "cache": ("none", "exact"),
             "guidance": (0.0,),
@@ -145,9 +131,7 @@ class NoiseRule(OrderRule):
 
         `logits_NV` are those that candidates are drawn from, after all transforms, and `drawn` are
         the current tokens. Their log-probability under these logits is 0 or -inf in greedy rows,
-        which draw their argmax with certainty. With a fill that draws jointly,
-        ``proposal.confidence_BL`` is instead 1 where the current token is the candidate, and
-        otherwise 0.
+        which draw their argmax with certainty.
         """
         return drawn.logprob_N, state_N
 
@@ -186,13 +170,6 @@ class Posterior(NoiseRule):
     `dlm_jax.objectives.processes`. The current token z stays with weight ``r (alpha_s p(z) +
     c_s(z))`` and is replaced with weight ``c_t(z) - r c_s(z)``. The replacement is drawn from the
     model with probability ``alpha_s``, and otherwise from the noise.
-
-    These are the weights of ``q(z_s | z_t, x)``, averaged over a token x whose posterior is derived
-    from p. Two options draw x first and use the weights for this x, where p(z) is 1 if x is z, and
-    otherwise 0. With a fill in waves, the candidates are a joint draw of x. With the critic, which
-    predicts the probability w that z is wrong, x is the candidate with probability ``min(1, w /
-    (1 - p(z)))``, and otherwise z. If w is at most ``1 - p(z)``, x differs from z with probability
-    w. If the critic is exact, outcomes have the same distribution as without it.
     """
 
     about = "reverse steps of the noise process; any token can change until the end"
@@ -210,36 +187,7 @@ class Posterior(NoiseRule):
         )
     )
     process: NoiseProcess = fact("process")
-    needs: tuple[str, ...] = static(
-        Setting(
-            "renew_by",
-            "probability",
-            "order=posterior: source of the probability that a token is wrong: the network's "
-            "probability of the token (probability), or the critic head (critic), which costs a "
-            "forward pass if the canvas has MASK",
-            choices={"probability": (), "critic": ("head:critic",)},
-            activates=False,
-            is_preset=True,
-        )
-    )
     schedule: NoiseSchedule = fact("noise")
-
-    @classmethod
-    def check_model(cls, row: Any, facts: Any) -> None:
-        super().check_model(row, facts)
-        asks, in_waves = row.renew_by == "critic", row.fill == "wavefront"
-        only_masks = facts.process is None or facts.process.is_masked
-        by, parallel = "use renew_by='probability'", "use fill='parallel'"
-        if asks:
-            require_head("critic", facts, "renew_by", "critic", by)
-            why = "has no effect, because the only noise is MASK"
-            require(not only_masks, "renew_by", row.renew_by, why, by)
-            why = "is not supported with fill='wavefront', which draws wrong tokens jointly"
-            require(not in_waves, "renew_by", row.renew_by, why, parallel)
-            why = "reads whole rows"
-            require(row.cache == "none", "renew_by", row.renew_by, why, "use cache='none'")
-        why = "is not supported with order='posterior' if the only noise is MASK"
-        require(not (in_waves and only_masks), "fill", row.fill, why, "use order='ancestral'")
 
     def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> WithState:
         """The probability, which is read as a weight and never compared."""
@@ -254,12 +202,6 @@ class Posterior(NoiseRule):
     ) -> tuple[NoiseUpdate, Any]:
         """The candidate, new noise or the current token."""
         own_BL, is_mask_BL = proposal.confidence_BL, context.tokens_BL == context.mask_id
-        num_positions, is_candidate_BL = own_BL.shape[1], jnp.ones(own_BL.shape, bool)
-        if context.wrong_BL is not None:
-            drawn_BL = uniform(salted(context.key_B, _WRONG_SALT), num_positions)
-            is_candidate_BL = (drawn_BL * (1.0 - own_BL) < context.wrong_BL) | is_mask_BL
-            is_same_BL = proposal.tokens_BL == context.tokens_BL
-            own_BL = (is_same_BL | ~is_candidate_BL).astype(jnp.float32)
 
         # The share of the current token in the noise: 0 for tokens that are not noise.
         def of_current(mask_B1: jax.Array, text_B1: jax.Array) -> jax.Array:
@@ -282,12 +224,12 @@ class Posterior(NoiseRule):
         clean_BL, noise_BL = fresh_BL * then.clean, fresh_BL * (1.0 - then.clean)
 
         upto_BL = clean_BL + noise_BL
-        drawn_BL = uniform(salted(context.key_B, _KIND_SALT), num_positions)
+        drawn_BL = uniform(salted(context.key_B, _KIND_SALT), own_BL.shape[1])
         place_BL = drawn_BL * (upto_BL + stay_BL)
         is_clean_BL = place_BL < clean_BL
         is_noise_BL = ~is_clean_BL & (place_BL < upto_BL)
         tokens_BL = jnp.where(is_noise_BL, self._noise(context, s_B), context.tokens_BL)
-        return NoiseUpdate(tokens_BL, is_clean_BL & is_candidate_BL), state
+        return NoiseUpdate(tokens_BL, is_clean_BL), state
 
     def _levels(self, context: NoiseContext) -> tuple[jax.Array, jax.Array]:
         """Noise levels at the start and at the end of the step, ``[B]`` each."""
@@ -331,18 +273,6 @@ class EntropyRenoise(NoiseRule):
             is_preset=True,
         )
     )
-
-    @classmethod
-    def check(cls, row: Any) -> None:
-        if row.fill == "wavefront":
-            raise SettingError(
-                "fill",
-                row.fill,
-                "draws tokens jointly, but order='entropy_renoise' accepts each token by its own "
-                "entropy",
-                "use fill='parallel', or order='posterior'",
-            )
-        super().check(row)
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:

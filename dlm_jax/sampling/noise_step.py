@@ -81,7 +81,7 @@ def step(program: Program, params: Params, state: State) -> State:
         logprob_N = jnp.where(chain.is_greedy(at), certain_N, log_prob(final_NV, ids_N))
         return final_NV, drawn._replace(ids_N=ids_N, logprob_N=logprob_N)
 
-    filled, wrong_BL, extra_B = draw_candidates(
+    filled = draw_candidates(
         program,
         params,
         state,
@@ -93,11 +93,7 @@ def step(program: Program, params: Params, state: State) -> State:
         is_seen_BL=is_seen_BL,
         preference_BL=noise_context.preference_BL,
     )
-    noise_context = noise_context._replace(wrong_BL=wrong_BL)
     proposal, is_finite_B = filled.proposal, filled.is_finite_B
-    if "head:sampler" in rules.fill.needs:  # a joint draw
-        is_same_BL = (proposal.tokens_BL == tokens_BL).astype(jnp.float32)
-        proposal = proposal._replace(confidence_BL=is_same_BL)
 
     # Update: candidates, new noise and current tokens. The last step of a block leaves no MASK.
     before = with_position_leaves(rule, state.rule_state, filled.rule_state, num_positions)
@@ -111,7 +107,7 @@ def step(program: Program, params: Params, state: State) -> State:
     is_written_BL = is_open_BL & is_finite_B[:, None]
     is_taken_BL &= is_written_BL
     counters = Counters(
-        forwards=is_running_B * (forwards_B + extra_B),
+        forwards=is_running_B * forwards_B,
         positions=is_running_B * positions_B,
         filled=jnp.sum(is_open_BL, axis=1),
     ).plus(Counters(**filled.counts))

@@ -240,8 +240,8 @@ def test_what_reads_attention_maps_needs_a_network_that_shows_them():
     ):
         rule.check_model(row, FACTS)
     rule.check_model(row, dataclasses.replace(FACTS, shows_maps=True))
-    with pytest.raises(ValueError, match="cache='prefix' computes no attention maps.*use cache="):
-        SamplingParams(order="dawn", cache="prefix")
+    with pytest.raises(ValueError, match="cache='dual' computes no attention maps.*use cache="):
+        SamplingParams(order="dawn", cache="dual")
 
 
 def test_cycles_of_slow_and_fast_steps():

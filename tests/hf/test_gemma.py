@@ -395,7 +395,7 @@ def test_the_directory_recommends_the_loop_and_its_file_changes_it(both, tmp_pat
     [
         ({"order": "random"}, "order='random' fills holes"),
         ({"block_length": CANVAS + 1}, "block_length=6 is outside the range 1 to 5"),
-        ({"cache": "prefix"}, "cache='prefix' is not supported with order='entropy_renoise'"),
+        ({"cache": "dual"}, "cache='dual' is not supported with order='entropy_renoise'"),
         ({"guidance": 1.0}, "guidance=1.0 is not supported with"),
         ({"remask": "scheduled"}, "remask='scheduled' is not supported with"),
         ({"trace": True}, "order='entropy_renoise' has no trace"),

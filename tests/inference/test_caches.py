@@ -82,22 +82,18 @@ APPROXIMATE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
 @pytest.mark.parametrize("case", APPROXIMATE)
-def test_every_rule_writes_in_a_row_that_is_always_fresh_what_it_writes_without_a_cache(
-    case, cache
-):
+def test_every_rule_writes_in_a_row_that_is_always_fresh_what_it_writes_without_a_cache(case):
     settings = APPROXIMATE[case] | {"num_samples": 2, "batch_size": 2, "block_length": 4}
     prompts = [*PROMPTS[:2], {"template": "The <hole:5>sat. A <hole:3>"}]
-    ours = dlm_jax.generate(BOTH_WAYS, prompts, cache=cache, cache_refresh=1, **settings)
+    ours = dlm_jax.generate(BOTH_WAYS, prompts, cache="dual", cache_refresh=1, **settings)
     _same(ours, dlm_jax.generate(BOTH_WAYS, prompts, **settings))
 
 
-@pytest.mark.parametrize("cache", [pytest.param("prefix", marks=pytest.mark.slow), "dual"])
-def test_a_shifted_model_that_is_always_fresh_writes_what_it_writes_without_a_cache(cache):
+def test_a_shifted_model_that_is_always_fresh_writes_what_it_writes_without_a_cache():
     """The first position of a block is predicted by the one before it, which is kept."""
     settings = {"order": "low_confidence", "block_length": 4, "batch_size": 2, "gen_length": 12}
-    ours = dlm_jax.generate(SHIFTED, PROMPTS, cache=cache, cache_refresh=1, **settings)
+    ours = dlm_jax.generate(SHIFTED, PROMPTS, cache="dual", cache_refresh=1, **settings)
     _same(ours, dlm_jax.generate(SHIFTED, PROMPTS, **settings))
 
 
@@ -117,7 +113,7 @@ def test_a_causal_model_reads_back_streams_and_is_hosted_beside_its_cache():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [1, 4])
-@pytest.mark.parametrize("cache", ["exact", "prefix", "dual"])
+@pytest.mark.parametrize("cache", ["exact", "dual"])
 def test_several_devices_keep_their_own_rows(cache, fsdp):
     """Each holds one row; they are due for whole forwards at different steps."""
     model = BLOCKS if cache == "exact" else BOTH_WAYS
@@ -133,7 +129,7 @@ def test_several_devices_keep_their_own_rows(cache, fsdp):
 def test_host_samplers_on_several_devices_read_the_rows_of_one():
     """Rows are due for whole forwards at different steps."""
     prompts = ["The cat sat"[:length] for length in (1, 2, 3, 4, 5, 6, 7, 3)]
-    settings = {"order": "low_confidence", "cache": "prefix", "block_length": 4, "batch_size": 8}
+    settings = {"order": "low_confidence", "cache": "dual", "block_length": 4, "batch_size": 8}
     model, settings["host_sampler"] = _model(), lambda candidates: int(candidates.ids[0])
     here = dlm_jax.generate(model, prompts, **settings)
     mesh = make_mesh(MeshConfig(fsdp=4), jax.devices()[:4])
@@ -170,8 +166,8 @@ def test_an_exact_cache_writes_ten_thousand_greedy_tokens_as_without():
         (BLOCKS, {"edit": True, "schedule": "all", "resample": True}, "edit=True moves tokens"),
         (BLOCKS, {"cache": "dual"}, "cache='dual' supports only bidirectional models"),
         (BOTH_WAYS, {"cache": "exact"}, "cache='exact' requires model.attention_type='causal' or"),
-        (BOTH_WAYS, {"cache": "prefix"}, "cache='prefix' computes one block per step, but block"),
-        (BOTH_WAYS, {"cache": "duel"}, "cache='duel' is not one of none, exact, prefix, dual"),
+        (BOTH_WAYS, {"cache": "dual"}, "cache='dual' computes one block per step, but block"),
+        (BOTH_WAYS, {"cache": "duel"}, "cache='duel' is not one of none, exact, dual"),
         (BOTH_WAYS, {"cache": "dual", "block_length": 4, "cache_refresh": -1}, "cache_refresh=-1"),
         (BOTH_WAYS, {"cache": "dual", "block_length": 4, "edit": True, "resample": True,
                      "schedule": "all"}, "edit=True moves tokens, which cache='dual'"),

@@ -6,7 +6,6 @@ these marginals; the reverse rates and posteriors are written out state by state
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
@@ -106,27 +105,6 @@ class Enumerated:
         forward = ratio * self.one_hot(z) + (c - ratio * c_to)[z]
         joint = forward * self.marginal(x, to)
         return joint / joint.sum()
-
-    def knowing(self, joint: np.ndarray, v: float) -> Enumerated:
-        """The same process with the law of each token given the rest of a canvas at a level.
-
-        `joint` is the law of texts, ``[V^L]``.
-        """
-        other = copy.copy(self)
-        other.p = np.zeros_like(self.p)
-        for text, chance in zip(self.states, joint, strict=True):
-            own = np.array([self.marginal(self.one_hot(token), v) for token in text])
-            for number, z in enumerate(self.states):
-                for i, token in enumerate(text):
-                    rest = [own[j][k] for j, k in enumerate(z) if j != i]
-                    other.p[number, i, token] += chance * math.prod(rest)
-        total = other.p.sum(-1, keepdims=True)
-        other.p = np.where(total > 0, other.p / np.where(total > 0, total, 1.0), self.p)
-        return other
-
-    def noised(self, joint: np.ndarray, v: float) -> np.ndarray:
-        """``[V^L]``: law of the canvas at a level."""
-        return sum(chance * self.shown(x, v) for x, chance in zip(self.states, joint, strict=True))
 
     def last(self, text: Sequence[int], v: float) -> float:
         """Mean of ``-ln p(x | z_v)`` of one step to level 0."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from dlm_jax.devices import platform
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.vocab import TOLERANCE, ordered
-from dlm_jax.settings import Rule, require, require_head
+from dlm_jax.settings import Rule, require
 
 WithState = tuple[jax.Array, Any]
 """What a method of a rule returns: a value, and the new state of the rule."""
@@ -57,10 +57,7 @@ class CommitContext(NamedTuple):
         `rewrites`.
       preference_BL: uint32, priority of each position when scores are tied; see `preferences`.
       attention_BLL: float32 attention from each live position (axis 1) to each position (axis 2) in
-        the forward pass of the step; None unless the rule needs it.
-      wrong_BL: float32 probability that each current token is wrong, according to the head that the
-        rule needs, for the canvas with candidates at MASK; None without such a head. `eligible`
-        receives None for both.
+        the forward pass of the step; None in `eligible`, and unless the rule needs it.
     """
 
     is_hole_BL: jax.Array
@@ -72,7 +69,6 @@ class CommitContext(NamedTuple):
     written_BL: jax.Array | None = None
     preference_BL: jax.Array | None = None
     attention_BLL: jax.Array | None = None
-    wrong_BL: jax.Array | None = None
 
 
 class Proposal(NamedTuple):
@@ -97,9 +93,8 @@ class OrderRule(Rule):
     """The rule that ``order`` selects: a `CommitRule`, or a `NoiseRule` for models of other noise.
 
     Attributes:
-      needs: inputs that the rule reads: ``head:NAME``, the sigmoid of a head of the network, which
-        costs a forward pass in rows with MASK; ``attention:N``, the attention of the final N blocks
-        of the Transformer, averaged over blocks and heads; ``candidates``, declared by a rule whose
+      needs: inputs that the rule reads: ``attention:N``, the attention of the final N blocks of the
+        Transformer, averaged over blocks and heads; ``candidates``, declared by a rule whose
         `score` stores values of the candidates. An attribute of the class, or a static field.
     """
 
@@ -117,18 +112,18 @@ class OrderRule(Rule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        """Raises if the rule reads attention maps or a head and the row has a cache."""
-        why = f"is not supported with order={cls.name!r}, which reads whole rows"
-        if attention_blocks(cls.needs):
-            why = f"computes no attention maps, which order={cls.name!r} requires"
-        is_whole = bool(head_of(cls.needs) or attention_blocks(cls.needs))
-        require(not is_whole or row.cache == "none", "cache", row.cache, why, "use cache='none'")
+        """Raises if the rule reads attention maps and the row has a cache."""
+        require(
+            not attention_blocks(cls.needs) or row.cache == "none",
+            "cache",
+            row.cache,
+            f"computes no attention maps, which order={cls.name!r} requires",
+            "use cache='none'",
+        )
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises if the network lacks the head or the attention maps that the rule reads."""
-        if head := head_of(cls.needs):
-            require_head(head, facts, "order", cls.name)
+        """Raises if the network lacks the attention maps that the rule reads."""
         require(
             not attention_blocks(cls.needs) or facts.shows_maps,
             "order",

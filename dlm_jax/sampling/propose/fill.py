@@ -82,7 +82,6 @@ class FillInput:
       is_given_BL: True at given tokens; None if unknown.
       keeps_best: True if `FillOutput.best_BL` is needed, too.
       is_traced: True if the statistics of the draws are needed.
-      is_joint: True if no candidate may be drawn independently of the others.
       keeps_final_logprob: True if `Proposal.final_logprob_BL` is needed; None if only a transform
         with state can read it.
       method: draw method.
@@ -112,7 +111,6 @@ class FillInput:
     is_given_BL: jax.Array | None = None
     keeps_best: bool = False
     is_traced: bool = False
-    is_joint: bool = False
     keeps_final_logprob: bool | None = None
     method: str = "inverse_cdf"
     banned_ids: tuple[int, ...] = ()

@@ -261,10 +261,6 @@ class Wavefront(FillRule):
 
     Levels order the draws: 0 at starting positions, larger in later waves (two levels per wave, for
     even and odd positions), -1 at visible tokens, and 2^30 elsewhere.
-
-    In a step of noise (`FillInput.is_joint`), the sampler head also draws the candidates at
-    starting positions. It reads the current tokens through the hidden vectors, so the candidates
-    are a draw from the joint distribution of the clean tokens given the canvas.
     """
 
     about = "in waves by the sampler head, given the neighbours"
@@ -357,8 +353,7 @@ class Wavefront(FillRule):
         def grow(out: FillOutput, places_N: jax.Array, is_real_N: jax.Array) -> FillOutput:
             return fill.draw(out, places_N, is_real_N, *grown(out.proposal.tokens_BL, places_N))
 
-        is_drawn_BL = is_open_BL if fill.is_joint else is_grown_BL
-        out = fold(is_drawn_BL, head_chunk(fill), grow, out, level_BL=level_BL)
+        out = fold(is_grown_BL, head_chunk(fill), grow, out, level_BL=level_BL)
         waves_B = jnp.max(jnp.where(is_grown_BL, wave_BL, 0), axis=1)
         counts = {"waves": waves_B, "bootstrapped": jnp.sum(is_first_BL, axis=1)}
         return out._replace(level_BL=level_BL, counts=counts)

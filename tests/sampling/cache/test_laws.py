@@ -21,7 +21,7 @@ from dlm_jax.model import ops
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import CurrentBlock
 from dlm_jax.sampling.forward import with_cache
-from dlm_jax.sampling.kv_cache import CacheWindow, Dual, Exact, Prefix
+from dlm_jax.sampling.kv_cache import Dual, Exact
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
@@ -35,7 +35,6 @@ MODELS = {
 CASES = {
     "block_causal-exact": {"cache": "exact", "block_length": UNIT, "order": "low_confidence"},
     "causal-exact": {"cache": "exact", "order": "left_to_right"},
-    "bidirectional-prefix": {"cache": "prefix", "block_length": UNIT, "order": "random"},
     "bidirectional-dual": {"cache": "dual", "block_length": UNIT, "order": "low_confidence"},
     "bidirectional-dual-short": {"cache": "dual", "block_length": 3},
 }  # fmt: skip
@@ -153,29 +152,27 @@ def test_an_approximate_cache_refreshed_at_every_step_gives_the_rows_that_none_g
     _same_up_to_rounding(ours, theirs)
 
 
-@pytest.mark.parametrize("cls", [Dual, Prefix])
-def test_a_plan_is_due_at_a_new_block_and_at_every_refresh(cls):
+def test_a_plan_is_due_at_a_new_block_and_at_every_refresh():
     begins, refreshes = (0, 4, POSITIONS - 2), (0, 1, 3)
     cases = list(itertools.product(begins, refreshes))
     begin, refresh = (jnp.array(column) for column in zip(*cases, strict=True))
-    rule, none = cls(refresh, block_length=4), jnp.zeros_like(begin)
+    rule, none = Dual(refresh, block_length=4), jnp.zeros_like(begin)
     age = [None] * len(cases)
     for step in [*range(7), *range(2)]:  # of two blocks
         block = CurrentBlock(
             begin_B=begin, end_B=begin + 4, step_B=none + step, steps_B=none + 7,
             first_holes_B=none + 4, index_B=none, count_B=none + 2, settled_B=none,
         )  # fmt: skip
-        window = rule.read(block, begin, POSITIONS)
-        is_due_B, is_finished_B = rule.refresh(block, window.begin_B, none)
+        begin_B, end_B, _ = rule.read(block, begin, POSITIONS)
+        is_due_B, is_finished_B = rule.refresh(block, begin_B, none)
         assert is_finished_B is None
         for row, (first, every) in enumerate(cases):
             # A whole pass is needed at first, in another block, and `every` steps after the last.
             is_due = step == 0 or (every > 0 and age[row] == every)
             age[row] = 1 if is_due else age[row] + 1
             assert bool(is_due_B[row]) == is_due
-            assert int(window.begin_B[row]) == first
-            end = POSITIONS if cls is Prefix else min(first + 4, POSITIONS)
-            assert int(window.end_B[row]) == end
+            assert int(begin_B[row]) == first
+            assert int(end_B[row]) == min(first + 4, POSITIONS)
 
 
 @pytest.mark.parametrize("case", _some(*CASES))
@@ -224,8 +221,6 @@ def test_forwards_and_positions_are_those_of_the_formulas():
     # Blocks begin at 5, 9 and 13, the last of three; each begins with a whole forward.
     assert result[0].forwards == 11
     assert int(counters.positions[0]) == 3 * 16 + 4 * (3 + 3) + 3 * 2
-    _, counters = _run("bidirectional", rows, **CASES["bidirectional-prefix"])
-    assert int(counters.positions[0]) == 3 * 16 + 11 * 3 + 7 * 3 + 3 * 2
     result, counters = _run("causal", rows, **CASES["causal-exact"])
     assert result[0].forwards == 11
     assert int(counters.positions[0]) == 5 + 11
@@ -246,29 +241,6 @@ def test_guidance_keeps_the_row_and_the_row_without_what_was_given():
         ours, _ = _run(kind, rows, is_guided=True, **settings)
         theirs, _ = _run(kind, rows, is_guided=True, **_without(settings))
         _same_up_to_rounding(ours, theirs, forwards=False)
-
-
-def _in_whole_rows(self, block, first_B, num_positions):
-    """The windows of `Prefix` in one size, which sees all that is cached."""
-    end_B = jnp.full_like(block.end_B, num_positions)
-    return CacheWindow(block.begin_B, end_B, (num_positions,))
-
-
-@pytest.mark.slow
-def test_a_window_that_reaches_the_end_misses_nothing_that_is_kept_before_it(monkeypatch):
-    """Of what is kept, only as much is looked at as may stand before windows of that size."""
-
-    def run(seed):
-        state = _state("bidirectional", _rows(seed), **CASES["bidirectional-prefix"])
-        state = advance(_network("bidirectional")[1], state, FOREVER)
-        return canvases.results(state)
-
-    advance = Advance(canvases.program(_network("bidirectional")[0]))
-    ours = [run(seed) for seed in range(3)]
-    monkeypatch.setattr(Prefix, "read", _in_whole_rows)
-    advance = Advance(canvases.program(_network("bidirectional")[0]))
-    for seed in range(3):
-        _same_up_to_rounding(ours[seed], run(seed))
 
 
 def test_a_step_reads_out_no_more_places_than_its_windows_hold():
@@ -317,7 +289,7 @@ def test_no_device_gathers_what_another_keeps(case, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["block_causal-exact", "bidirectional-prefix"])
+@pytest.mark.parametrize("case", ["block_causal-exact", "bidirectional-dual"])
 def test_no_device_gathers_all_layers_of_a_matrix_that_is_split(case, monkeypatch):
     """Layers are gathered one by one, as without a cache."""
     monkeypatch.setattr(ops, "_LONGEST_UNROLLED_CACHE", 0)
