@@ -1,6 +1,6 @@
 """Speed of this tree relative to an earlier revision: ratios of times measured in one run.
 
-    python benchmarks/beside.py REVISION [--rounds 7] [--only WORD]
+    python -m benchmarks.beside REVISION [--rounds 7] [--only WORD]
 
 Each tree runs in its own process, which imports its own package and uses only public names and
 configs. The parent alternates between the two, reverses the order each round, and prints medians

@@ -1,16 +1,10 @@
-"""Measures the constrained fills: distributions, matches, time of a step and an answer.
+"""Measures the constrained fills: distributions, time of a step, time of an answer.
 
-    python -m benchmarks.constrained law
-    python -m benchmarks.constrained valid
-    python -m benchmarks.constrained step
-    python -m benchmarks.constrained answer
-    python -m benchmarks.constrained http
-    python -m benchmarks.constrained tpu
+    python -m benchmarks.constrained law | step | answer [--quick]
 
 `law` compares sample counts of a model of independent positions with their exact distribution,
-enumerated in float64 independently of the loop. `valid` counts the matching samples of random
-requests. `step` is compared with the unconstrained step, `answer` and `http` with one token per
-step. `tpu` compiles a step for a TPU that may be absent.
+enumerated in float64 independently of the loop. `step` is compared with the unconstrained step,
+`answer` with one token per step.
 """
 
 from __future__ import annotations
@@ -27,19 +21,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import dlm_jax
-from benchmarks.pods import sampling_step
-from benchmarks.structure_masks import SCHEMA
+from benchmarks.report import Table, parser_of
 from dlm_jax.cli.common import start_jax
-from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
+from dlm_jax.config import ModelConfig, SamplingParams
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.distributed.mesh import topology_devices
-from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests
@@ -53,6 +43,15 @@ from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable, with_rules
 from dlm_jax.structured import Structures, regex_of_schema
 from dlm_jax.types import Network, Params
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "age": {"type": "integer"},
+        "kind": {"enum": ["knight", "king", "fool"]},
+    },
+    "required": ["name", "age", "kind"],
+}
 LETTERS = CharacterTokenizer.of("abc")
 MASK, EOS = LETTERS.mask_id, LETTERS.eos_id
 KNOWN = Structures(LETTERS, LETTERS.vocab_size, (EOS,), LETTERS.banned_ids)
@@ -270,13 +269,12 @@ def logits_of(case: str) -> np.ndarray:
     return logits_LV.astype(np.float32)
 
 
-def count_laws(number: int) -> None:
+def count_laws(args: argparse.Namespace) -> None:
     """Prints one line per case."""
-    print("| case | pattern | canvas | texts | matches there are | p |")
-    print("| --- " * 6 + "|")
+    number = 10_000 if args.quick else args.texts
+    table = Table(args, "case", "pattern", "canvas", "texts", "matches there are", "p")
     for case, (pattern, canvas, settings) in (CASES | WAVES).items():
         logits_LV, some = logits_of(case), {"rows": 10_000, **settings}
-        shown = pattern.replace("|", "\\|")
         if case in WAVES:
             head = head_of(case)
             drawn_NL = draws(pattern, canvas, logits_LV, number, head=head, steps=1, **some)
@@ -285,33 +283,30 @@ def count_laws(number: int) -> None:
             drawn_NL = draws(pattern, canvas, logits_LV, number, **some)
             heat = settings.get("temperature", 1.0)
             expected = law(pattern, canvas, logits_LV, temperature=heat)
-        print(
-            f"| {case} | `{shown}` | `{canvas}` | {len(drawn_NL)} | {len(expected)} | "
-            f"{p_value(drawn_NL, expected):.3f} |", flush=True,
-        )  # fmt: skip
+        shown = pattern.replace("|", "\\|")
+        p = p_value(drawn_NL, expected)
+        table.add(case, f"`{shown}`", f"`{canvas}`", len(drawn_NL), len(expected), p)
 
 
-def time_steps(slots: int, rounds: int, sizes: list[int], steps: int = 4) -> None:
+def time_steps(args: argparse.Namespace, steps: int = 4) -> None:
     """Prints the time of a step that draws candidates for all holes, with and without structure."""
-    print("| vocabulary | states x classes | parallel ms | constrained ms | ratio |")
-    print("| --- " * 5 + "|")
+    rounds, sizes = (2, [512]) if args.quick else (args.rounds, args.sizes)
+    table = Table(args, "vocabulary", "states x classes", "parallel ms", "constrained ms", "ratio")
     for size in sizes:
         model = of_size(size)
         pattern = regex_of_schema(SCHEMA)
         states, classes = model.structures.automaton(pattern).next_SC.shape
         times: dict[str, list[float]] = {"": [], pattern: []}
         fills = 1 + (rounds + 1) * steps // 120
-        engines = {held: _engine(model, held, slots, fills, steps) for held in times}
+        engines = {held: _engine(model, held, args.slots, fills, steps) for held in times}
         for _ in range(rounds):
             for held, engine in engines.items():
                 began = time.perf_counter()
                 engine.step(steps)
-                times[held].append((time.perf_counter() - began) / steps)
+                times[held].append(1e3 * (time.perf_counter() - began) / steps)
         plain, with_it = (statistics.median(some) for some in times.values())
-        print(
-            f"| {model.network.vocab_size} | {states} x {classes} | {plain * 1e3:.1f} | "
-            f"{with_it * 1e3:.1f} | {with_it / plain:.3f} |", flush=True,
-        )  # fmt: skip
+        vocab_size = model.network.vocab_size
+        table.add(vocab_size, f"{states} x {classes}", plain, with_it, with_it / plain)
 
 
 def of_size(size: int) -> Model:
@@ -343,57 +338,6 @@ def _engine(model: Model, held: str, slots: int, fills: int, steps: int) -> Engi
     return engine
 
 
-JSON = CharacterTokenizer.of('abcxyzKV0123456789{}[]":,.- \n')
-PATTERNS = [
-    r"[abc]{2,5}x(y|zz)*", r"[0-9]{3}-[0-9]{2}", r"(a|b)*c", r"([a-c]+, ?)*[xyz]+\.",
-    regex_of_schema({"type": "object"}),
-]  # fmt: skip
-ORDERS: list[dict[str, Any]] = [
-    {"order": "random_filled"},
-    {"order": "random"},
-    {"order": "left_to_right", "block_length": 7},
-    {"order": "low_confidence"},
-    {"order": "threshold", "block_length": 7},
-    {"order": "random_filled", "schedule": "all", "remask": "scheduled"},
-]
-
-
-def count_valid(number: int) -> None:
-    """Prints the number of matching texts of random requests for each order."""
-    network = build(ModelConfig(depth=1, width=32, heads=2, vocab_size=JSON.vocab_size))
-    sample = SamplingParams(chain=("temperature", "top_k", "top_p"))
-    params = jax.tree.map(lambda x: 4 * x, jax.jit(network.init)(jax.random.key(0)))
-    model = Model(network, params, JSON, max_length=64, sample=sample)
-    schemas = [regex_of_schema({"type": "object", "required": ["a", "b"], "properties": {
-        "a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}}})]  # fmt: skip
-    rng = np.random.default_rng(0)
-    print("| order | requests | match | JSON | forwards |")
-    print("| --- " * 5 + "|")
-    for order in ORDERS:
-        prompts = [
-            {
-                "prompt": "ab", "seed": row, "structure": (PATTERNS + schemas)[row % 6],
-                "steps": int(rng.integers(7 if "block_length" in order else 1, 65)),
-                "temperature": float(rng.choice([0.0, 0.3, 1.0, 3.0])),
-                "top_k": int(rng.choice([0, 1, 5])), "top_p": float(rng.choice([1.0, 0.5])),
-            }
-            for row in range(number // len(ORDERS))
-        ]  # fmt: skip
-        made = dlm_jax.generate(
-            model, prompts, gen_length=44, fill="constrained", batch_size=256, **order
-        )
-        texts = [
-            (one["structure"], text[2:]) for one, text in zip(prompts, made.texts, strict=True)
-        ]
-        matches = sum(re.fullmatch(*pair) is not None for pair in texts)
-        objects = [text for pattern, text in texts if pattern in (PATTERNS[-1], *schemas)]
-        parsed = sum(isinstance(_parsed(text), dict) for text in objects)
-        print(
-            f"| {', '.join(map(str, order.values()))} | {len(texts)} | {matches} | "
-            f"{parsed} of {len(objects)} | {np.mean(made.forwards):.1f} |", flush=True,
-        )  # fmt: skip
-
-
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
@@ -401,136 +345,45 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def time_answers(rounds: int) -> None:
+def time_answers(args: argparse.Namespace) -> None:
     """Prints the time of a JSON answer of the shipped model, compared with one token per step."""
     model, pattern = dlm_jax.load(), regex_of_schema(SCHEMA)
     common = {"structure": pattern, "ignore_eos": False, "gen_length": 64, "temperature": 0.8}
-    arms: dict[str, dict[str, Any]] = {
-        "a token a step": {"order": "left_to_right", "steps": 64},
-        **{
-            f"constrained, {steps} steps": {
-                "fill": "constrained", "order": "random_filled", "steps": steps
-            }
-            for steps in (4, 8, 16)
-        },
-    }  # fmt: skip
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    forwards: dict[str, list[float]] = {name: [] for name in arms}
-    valid = dict.fromkeys(arms, 0)
-    for seed in range(-1, rounds):
-        for name, settings in arms.items():
+    table = Table(args, "answer", "ms", "forwards", "valid")
+    for steps in (64, 4, 8, 16):
+        settings: dict[str, Any] = {"order": "left_to_right", "steps": steps}
+        if steps < 64:
+            settings = {"fill": "constrained", "order": "random_filled", "steps": steps}
+        seconds, forwards, valid, rounds = [], [], 0, 1 if args.quick else args.rounds
+        for seed in range(rounds + 1):
             began = time.perf_counter()
-            made = dlm_jax.generate(model, ["JSON: "], **common | settings, seed=seed + 1)
-            if seed < 0:
-                continue  # compiles only
-            seconds[name].append(time.perf_counter() - began)
-            forwards[name].append(float(made.forwards[0]))
-            answer = _parsed(made.texts[0].removeprefix("JSON: "))
-            valid[name] += isinstance(answer, dict) and set(answer) == set(SCHEMA["properties"])
-    print("| answer | ms | forwards | valid |")
-    print("| --- " * 4 + "|")
-    for name in arms:
-        print(
-            f"| {name} | {statistics.median(seconds[name]) * 1e3:.1f} | "
-            f"{statistics.mean(forwards[name]):.1f} | {valid[name]} of {rounds} |", flush=True,
-        )  # fmt: skip
+            texts = dlm_jax.generate(model, ["JSON: "], **common | settings, seed=seed)
+            if seed:  # the first call compiles
+                seconds.append(time.perf_counter() - began)
+                forwards.append(float(texts.forwards[0]))
+                answer = _parsed(texts.texts[0].removeprefix("JSON: "))
+                valid += isinstance(answer, dict) and set(answer) == set(SCHEMA["properties"])
+        name = f"constrained, {steps} steps" if steps < 64 else "a token a step"
+        table.add(name, 1e3 * statistics.median(seconds), statistics.mean(forwards),
+                  f"{valid} of {rounds}")  # fmt: skip
 
 
-def time_http(rounds: int, requests: int) -> None:
-    """Prints the time of JSON answers of a server, compared with one token per step."""
-    from benchmarks.serving import served
-
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-    common = {"prompt": "JSON: ", "max_tokens": 64, "temperature": 0.8, "response_format": form}
-    arms: dict[str, dict[str, Any]] = {
-        "a token a step": {"fill": "parallel"},
-        **{
-            f"{fill}, {steps} steps": {"fill": fill, "steps": steps}
-            for steps in (4, 8) for fill in ("constrained", "constrained_waves")
-        },
-    }  # fmt: skip
-    model = dlm_jax.load()
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    valid = dict.fromkeys(arms, 0)
-    options = argparse.Namespace(slots=1, steps_per_call=4)
-    engine = Engine(model, batch_size=1, max_waiting=None)
-    with served(model, engine, options, {"rules": [_waves().fill["constrained_waves"]]}) as url:
-        for number in range(-1, rounds):
-            for name, settings in arms.items():
-                began = time.perf_counter()
-                for seed in range(requests):
-                    asked = common | settings | {"seed": (number + 1) * requests + seed}
-                    told = httpx.post(f"{url}/v1/completions", json=asked, timeout=600)
-                    told.raise_for_status()
-                    answer = _parsed(told.json()["choices"][0]["text"])
-                    is_whole = isinstance(answer, dict) and set(answer) == set(SCHEMA["properties"])
-                    valid[name] += is_whole and number >= 0
-                if number >= 0:  # the first round compiles
-                    seconds[name].append((time.perf_counter() - began) / requests)
-    print("| answer over HTTP | ms | times faster | valid |")
-    print("| --- " * 4 + "|")
-    first, *_ = medians = [statistics.median(own) for own in seconds.values()]
-    for name, own in zip(arms, medians, strict=True):
-        print(
-            f"| {name} | {own * 1e3:.1f} | {first / own:.2f} | "
-            f"{valid[name]} of {rounds * requests} |", flush=True,
-        )  # fmt: skip
-
-
-def compile_steps(topology: str, vocab_size: int = 32768, positions: int = 64) -> None:
-    """Prints the estimated cost on a TPU of a step of rows with a structure."""
-    from dlm_jax.contrib.pod_costs import cost, torus_of
-
-    devices = topology_devices(topology)
-    mesh, rows = make_mesh(MeshConfig(), devices), 4 * len(devices)
-    shape = ModelConfig(
-        depth=12, width=1024, heads=16, vocab_size=vocab_size, compute_dtype="bfloat16",
-        add_sampler_head=True,
-    )  # fmt: skip
-    tokenizer = _letters(vocab_size)
-    known = Structures(
-        tokenizer, vocab_size, (tokenizer.eos_id,), tokenizer.banned_ids
-    ).automaton(regex_of_schema(SCHEMA))  # fmt: skip
-    print("| fill | temporaries MiB | step ms (roof / cycles) |")
-    print("| --- " * 3 + "|")
-    for fill in ("parallel", "constrained", "wavefront", "constrained_waves"):
-        held = {"structure": known} if fill.startswith("constrained") else {}
-        sample: Any = params_of(_waves())(
-            fill=fill, order="random_filled", chain=("temperature",), steps=8, **held
-        )
-        compiled, _ = sampling_step(shape, sample, mesh, rows, positions)
-        text = compiled.as_text()
-        roof, cycles = (cost(text, torus_of(mesh), mode) for mode in ("roof", "cycles"))
-        print(
-            f"| {fill} | {compiled.memory_analysis().temp_size_in_bytes / 2**20:.0f} | "
-            f"{roof.seconds * 1e3:.2f} / {cycles.seconds * 1e3:.2f} |", flush=True,
-        )  # fmt: skip
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "law": count_laws, "step": time_steps, "answer": time_answers,
+}  # fmt: skip
 
 
 def main() -> None:
     """Runs the selected part."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=list(RUNS))
+    parser = parser_of(__doc__)
+    parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--texts", type=int, default=200_000)
-    parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2048, 50257])
-    parser.add_argument("--topology", default="v5e:2x2")
     args = parser.parse_args()
-    if args.what != "tpu":
-        start_jax()
-    RUNS[args.what](args)
-
-
-RUNS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "law": lambda args: count_laws(args.texts),
-    "valid": lambda args: count_valid(args.requests),
-    "answer": lambda args: time_answers(args.rounds),
-    "http": lambda args: time_http(args.rounds, 4),
-    "step": lambda args: time_steps(args.slots, args.rounds, args.sizes),
-    "tpu": lambda args: compile_steps(args.topology),
-}
+    start_jax()
+    PARTS[args.part](args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Prints a hash of the library's results for many settings, to check that refactoring changes
 nothing.
 
-    python benchmarks/golden.py > after.txt && diff before.txt after.txt
+    python -m benchmarks.golden > after.txt && diff before.txt after.txt
 
 A line is the hash of a case's texts and its name; ``--texts`` adds the texts themselves. The cases
 are every order, fill, remask rule, edit rule, cache and published loop with the shipped models,

@@ -10,7 +10,7 @@ import outlines_core
 import pytest
 
 from benchmarks import schemas
-from benchmarks.structure_masks import SCHEMA
+from benchmarks.constrained import SCHEMA
 from dlm_jax.structured.json_schema import regex_of_schema
 from dlm_jax.structured.regex import compile_regex
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import joint, markov
+from benchmarks import laws, markov
 
 BLIND = markov.Fill(is_parallel=True)
 ROWS = 5000
@@ -12,10 +12,10 @@ NUMBER = 8 * ROWS
 
 def _is_of(law, settings, seed=0) -> float:
     """The share of as many texts of the law that are as far from it as those of the loop."""
-    return joint.p_value(joint.write(settings, NUMBER, seed, rows=ROWS), law, draws=500)
+    return laws.p_value(laws.write(settings, NUMBER, seed, rows=ROWS), law, draws=500)
 
 
-@pytest.mark.parametrize("fill", [fill for _, fill in joint.ARMS.values()], ids=list(joint.ARMS))
+@pytest.mark.parametrize("fill", [fill for _, fill in laws.ARMS.values()], ids=list(laws.ARMS))
 def test_the_law_of_a_fill_is_a_distribution_and_exact_one_token_at_a_time(fill):
     for steps in (1, 2, 3):
         law = markov.text_law(fill, markov.in_random_order(steps))
@@ -55,11 +55,11 @@ def test_ancestral_texts_are_off_by_just_what_their_steps_commit_together():
     "arm",
     [
         "all filled, one-sided",
-        *(pytest.param(a, marks=pytest.mark.slow) for a in joint.ARMS if "one-sided" not in a),
+        *(pytest.param(a, marks=pytest.mark.slow) for a in laws.ARMS if "one-sided" not in a),
     ],
 )
 def test_texts_follow_the_law_of_what_fills_and_commits_them(arm):
-    settings, fill = joint.ARMS[arm]
+    settings, fill = laws.ARMS[arm]
     law = markov.text_law(fill, markov.in_random_order(2))
     assert _is_of(law, {"steps": 2} | settings) > 0.01
     if arm == "all filled, one-sided":
@@ -70,7 +70,7 @@ def test_texts_follow_the_law_of_what_fills_and_commits_them(arm):
 @pytest.mark.slow
 def test_blind_candidates_that_are_not_committed_change_nothing():
     some, all_of_them = (
-        joint.write({"order": order, "steps": 3}, ROWS, 7, rows=ROWS)
+        laws.write({"order": order, "steps": 3}, ROWS, 7, rows=ROWS)
         for order in ("random", "random_filled")
     )
     np.testing.assert_array_equal(all_of_them.counts, some.counts)

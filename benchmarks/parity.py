@@ -1,6 +1,6 @@
 """Compares DiffusionGemma's loop with `generate` of transformers, with the same noise.
 
-    python -m benchmarks.gemma_parity [--canvases 3]
+    python -m benchmarks.parity [--canvases 3]
 
 The class of transformers writes tiny random weights, `dlm_jax.load` reads them, and both programs
 generate in float32. The random tokens and draws of the reference are replaced by those of this
@@ -10,8 +10,8 @@ never written is -inf.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,17 +21,21 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 import torch
 import transformers
+from tokenizers import models, pre_tokenizers
 from transformers.models import diffusion_gemma
 from transformers.models.diffusion_gemma import generation_diffusion_gemma as theirs
 
 import dlm_jax
-from benchmarks.published_parity import EOS, EOT, MASK, VOCAB, write_tokenizer
+from benchmarks.report import Table, parser_of
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling import draw
 from dlm_jax.sampling.remask import RENOISE_SALT
 
+VOCAB = 160
+MASK, EOS, EOT = VOCAB - 1, VOCAB - 2, VOCAB - 3
 CANVAS = 16
 PROMPTS = (5, 12, 9, 17, 3, 8, 21, 14)
 LOOPS: tuple[dict[str, Any], ...] = (
@@ -47,6 +51,16 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"hidden_size": 32, "num_attention_heads": 2, "sliding_window": 9, "num_experts": 4},
 )
 """Changes of the config of each tiny model."""
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Writes a tokenizer with one word per id."""
+    words = {f"t{i}": i for i in range(VOCAB)}
+    made = tokenizers.Tokenizer(models.WordLevel(words, unk_token="t0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(directory / "tokenizer.json"))
+    ids = {"mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS, "bos_token_id": None}
+    (directory / "generation_config.json").write_text(json.dumps(ids))
 
 
 class Noise:
@@ -228,12 +242,11 @@ def spread(reference: Any, seed: int, *, sharpness: float = 2.5, conditioning: f
 
 def main() -> None:
     """Prints one row per model and loop."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--canvases", type=int, default=3, help="canvases per row")
     args = parser.parse_args()
-    print("| diffusion_gemma: config | tokens | differ at 1 | 8 |\n" + "| --- " * 4 + "|")
-    total = [0, 0, 0]
-    for number, fields in enumerate(FIELDS):
+    table = Table(args, "config", "settings", "tokens", "differ at 1", "differ at 8")
+    for number, fields in enumerate(FIELDS[: 1 if args.quick else None]):
         reference = tiny(fields, number)
         with tempfile.TemporaryDirectory() as folder:
             reference.save_pretrained(folder)
@@ -241,14 +254,12 @@ def main() -> None:
             model = dlm_jax.load(folder)
         rng = np.random.default_rng(number)
         prompts = [rng.integers(0, VOCAB - 3, n).tolist() for n in PROMPTS]
-        for changes in LOOPS if number == 0 else LOOPS[:4:3]:
+        for changes in LOOPS[:1] if args.quick else LOOPS if number == 0 else LOOPS[:4:3]:
             settings = {**model.preset("diffusion_gemma"), "gen_length": args.canvases * CANVAS}
             settings |= {"steps": args.canvases * 12, **changes}
             num, differ = num_different(reference, model, prompts, settings, (1, 8))
-            total = [a + b for a, b in zip(total, (num, *differ), strict=True)]
-            told = ", ".join(f"{k}={v}" for k, v in changes.items()) or "default"
-            print(f"| {number}, {told} | {num} | {differ[0]} | {differ[1]} |", flush=True)
-    print(f"{total[0]} generated tokens; {total[1]} differ at batch 1, {total[2]} at batch 8")
+            shown = ", ".join(f"{k}={v}" for k, v in changes.items()) or "default"
+            table.add(number, shown, num, *differ)
 
 
 if __name__ == "__main__":

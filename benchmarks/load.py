@@ -1,6 +1,6 @@
 """Measures loading onto a mesh: the peak memory of the process, and the part of each device.
 
-    python benchmarks/loading.py
+    python -m benchmarks.loading
 
 Separate processes load a checkpoint and a weights file of a model with random parameters, onto one
 device and onto eight simulated devices, which share the memory of the process. Peaks exclude the

@@ -1,6 +1,6 @@
 """Time of one batch of the input pipeline for both layouts, compared with a training step.
 
-    python benchmarks/data_pipeline.py [--rows 32] [--positions 256] [--batches 2000]
+    python -m benchmarks.data_pipeline [--rows 32] [--positions 256] [--batches 2000]
 
 Reads the built-in corpus as bytes in the caller's thread, without reading ahead, and prints the
 processor time of that thread, the median over blocks of batches, in microseconds. The last column

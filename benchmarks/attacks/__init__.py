@@ -1,1 +1,0 @@
-"""The attacks of `benchmarks/attack.py`, one module each."""
