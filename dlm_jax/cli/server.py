@@ -1,11 +1,9 @@
 """Serves a model over HTTP: ``python -m dlm_jax.serve --checkpoint DIR --port 8000``.
 
 The server implements the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions,
-/v1/responses, /v1/infill, /v1/models, /tokenize, /detokenize, /props, /health, /ping,
-/version, /metrics, and a page at / that shows a text while it is denoised. The server listens on
-127.0.0.1 unless --host is given. If the environment variable named by --api-key-env is set, clients
-must send its value as the key. The server requires the extra ``serve``:
-``pip install dlm_jax[serve]``.
+/v1/infill, /v1/models, /tokenize, /detokenize, /health, /ping and /metrics. It listens on 127.0.0.1
+unless --host is given. If the environment variable named by --api-key-env is set, clients must send
+its value as the key. The server requires the extra ``serve``: ``pip install dlm_jax[serve]``.
 
 After SIGTERM or Ctrl-C, the server rejects new requests and waits at most --drain seconds for
 running requests. Standard output contains one line, the address; logs go to standard error, one
@@ -58,7 +56,6 @@ from dlm_jax.store.weights import DEFAULT
 if TYPE_CHECKING:
     from dlm_jax.serving.http import Server
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _HOSTS = ("127.0.0.1", "[::1]", "localhost")
 
 
@@ -76,99 +73,40 @@ def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.serve", description=__doc__)
     add: Callable[..., object] = parser.add_argument
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
-    add(
-        "--model-name",
-        metavar="NAME",
-        help="model name for clients; default: the name of the checkpoint",
-    )
+    add("--model-name", metavar="NAME", help="name for clients; default: that of the checkpoint")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, help="port to listen on (8000); 0: any")
-    add(
-        "--api-key-env",
-        default="DLM_JAX_API_KEY",
-        metavar="NAME",
-        help="environment variable that contains the key (DLM_JAX_API_KEY)",
-    )
-    add(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="origin whose web pages may use the server, such as https://example.org; * allows "
-        "any; repeatable",
-    )
+    name = "DLM_JAX_API_KEY"
+    add("--api-key-env", default=name, metavar="NAME", help=f"variable with the key ({name})")
+    origin = "origin whose web pages may use the server; * allows any; repeatable"
+    add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin)
     add("--slots", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
-    add(
-        "--one-size",
-        action="store_true",
-        help="run all rows in one program with --slots slots: texts are bit-identical under any "
-        "load, but a single request takes longer",
-    )
-    add(
-        "--prefix-mib",
-        type=whole(0, 1 << 30),
-        default=0,
-        metavar="MIB",
-        help="device memory in MiB for keys and values of prompts, which requests with "
-        "cache=exact reuse (0: none)",
-    )
-    add(
-        "--steps-per-call",
-        type=COUNT,
-        default=2,
-        metavar="N",
-        help="number of steps between checks for new requests (2)",
-    )
+    one = "run all rows in one program: texts are bit-identical under any load, but slower alone"
+    add("--one-size", action="store_true", help=one)
+    mib = "device memory in MiB for prompts that requests with cache=exact reuse (0: none)"
+    add("--prefix-mib", type=whole(0, 1 << 30), default=0, metavar="MIB", help=mib)
+    calls = "number of steps between checks for new requests (2)"
+    add("--steps-per-call", type=COUNT, default=2, metavar="N", help=calls)
     add("--preset", metavar="NAME", help=PRESET)
-    add(
-        "--default",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="default value of a request setting; repeatable",
-    )
-    add(
-        "--rules",
-        metavar="MODULES",
-        help="modules with rules (A,B); their settings become fields of requests",
-    )
+    default = "default value of a request setting; repeatable"
+    add("--default", action="append", default=[], metavar="NAME=VALUE", help=default)
+    rules = "modules with rules (A,B); their settings become fields of requests"
+    add("--rules", metavar="MODULES", help=rules)
     add("--chat-template", metavar="FILE", help="Jinja template that formats conversations")
     add("--max-waiting", type=COUNT, default=1024, metavar="N", help="maximum waiting rows (1024)")
     add("--max-rows", type=COUNT, default=128, metavar="N", help="maximum rows of a request (128)")
     add("--max-steps", type=COUNT, default=4096, metavar="N", help="maximum steps of a row (4096)")
-    add(
-        "--max-body",
-        type=whole(1, 1 << 30),
-        default=1 << 20,
-        metavar="BYTES",
-        help="maximum bytes of a request (1048576)",
-    )
-    add(
-        "--max-seconds",
-        type=seconds,
-        default=600.0,
-        metavar="S",
-        help="maximum seconds per answer, including waiting (600)",
-    )
-    add(
-        "--drain",
-        type=seconds,
-        default=30.0,
-        metavar="S",
-        help="maximum seconds that a stopped server waits for running requests (30)",
-    )
-    add(
-        "--no-warm-up",
-        action="store_true",
-        help="compile a program when a request first needs it; by default, the programs of "
-        "ordinary requests are compiled at startup",
-    )
+    body = "maximum bytes of a request (1048576)"
+    add("--max-body", type=whole(1, 1 << 30), default=1 << 20, metavar="BYTES", help=body)
+    most = "maximum seconds per answer, including waiting (600)"
+    add("--max-seconds", type=seconds, default=600.0, metavar="S", help=most)
+    drain = "maximum seconds that a stopped server waits for running requests (30)"
+    add("--drain", type=seconds, default=30.0, metavar="S", help=drain)
+    warm = "compile programs when requests need them, not those of ordinary requests at startup"
+    add("--no-warm-up", action="store_true", help=warm)
     add("--log-texts", action="store_true", help="also log prompts and texts")
-    add(
-        "--dtype",
-        metavar="TYPE",
-        help=f"dtype of the parameters: {', '.join(DTYPES)}; default: float32",
-    )
+    dtypes = f"dtype of the parameters: {', '.join(DTYPES)}; default: float32"
+    add("--dtype", metavar="TYPE", help=dtypes)
     add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
@@ -191,57 +129,62 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
     with refusals(), naming_flags():
         check_output()
         args, overrides = parse_flags(make_parser(), argv)
-        _check_extra()
-        from dlm_jax.serving.app import Options, make_app
-        from dlm_jax.serving.http import LOGGER, listening, start_logs
-        from dlm_jax.serving.http import Server as Listening
-        from dlm_jax.serving.protocol import Limits
+        try:
+            from dlm_jax.serving.app import Options, make_app
+            from dlm_jax.serving.http import LOGGER, listening, start_logs
+            from dlm_jax.serving.http import Server as Listening
+            from dlm_jax.serving.protocol import Limits
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"the server needs {error.name}; install it with: pip install 'dlm_jax[serve]'"
+            ) from None
 
-        key = _key(args.api_key_env)
+        key = os.environ.get(args.api_key_env)
+        if key is not None and not key.strip():
+            raise ValueError(f"--api-key-env: {args.api_key_env} is empty; set or unset it")
         mesh = mesh_of(overrides, is_distributed=False)
         sock = undo.enter_context(contextlib.closing(listening(args.host, args.port)))
-        model = _with_template(
-            load_model(
-                args.checkpoint,
-                mesh=mesh,
-                dtype=args.dtype,
-                quantize=args.quantize,
-                ignore_config=args.ignore_config,
-            ),
-            args,
+        model = load_model(
+            args.checkpoint,
+            mesh=mesh,
+            dtype=args.dtype,
+            quantize=args.quantize,
+            ignore_config=args.ignore_config,
         )
+        if args.chat_template is not None:
+            model = _with_template(model, Path(args.chat_template))
         preset = model.preset(args.preset) if args.preset else {}
         defaults = _defaults(model, preset, args.default, import_rules(args.rules))
-        limits = Limits(
-            rows=args.max_rows,
-            waiting=args.max_waiting,
-            body=args.max_body,
-            seconds=args.max_seconds,
-            steps=args.max_steps,
-        )
         heads = heads_line(model, settings_of_call(model, defaults))
-        options = Options(
-            name=args.model_name or _name_of(args.checkpoint or DEFAULT),
-            limits=limits,
-            key=key,
-            logs_texts=args.log_texts,
-            warms_up=not args.no_warm_up,
-            defaults=defaults,
-            length=_length(model, defaults, args.default),
-            origins=_origins(args.allow_origin),
-            hosts=_HOSTS if key is None and args.host in _LOOPBACK else (),
-        )
-        if key is None and args.host not in _LOOPBACK:
+        is_local = args.host in ("127.0.0.1", "::1", "localhost")
+        if key is None and not is_local:
             print(
                 f"warning: --host {args.host} without a key: anyone can send requests; set "
                 f"{args.api_key_env}",
                 file=sys.stderr,
             )
-        sizes = (args.slots,) if args.one_size else None
+        has_length = any(re.match(r"\s*gen.length\s*=", text) for text in args.default)
+        options = Options(
+            name=args.model_name or _name_of(args.checkpoint or DEFAULT),
+            limits=Limits(
+                rows=args.max_rows,
+                waiting=args.max_waiting,
+                body=args.max_body,
+                seconds=args.max_seconds,
+                steps=args.max_steps,
+            ),
+            key=key,
+            logs_texts=args.log_texts,
+            warms_up=not args.no_warm_up,
+            defaults=defaults,
+            length=(defaults["gen_length"] or model.max_length) if has_length else None,
+            origins=_origins(args.allow_origin),
+            hosts=_HOSTS if key is None and is_local else (),
+        )
         engine = Engine(
             model,
             batch_size=args.slots,
-            sizes=sizes,
+            sizes=(args.slots,) if args.one_size else None,
             max_waiting=None,
             prefix_mib=args.prefix_mib,
         )
@@ -275,8 +218,6 @@ def _defaults(
         name = name.strip().replace("-", "_")
         if not is_given:
             raise ValueError(f"--default {text} has no value; write --default temperature=0.7")
-        if name in own:
-            raise ValueError(f"--default {name} is given twice; remove one")
         if name not in table.request_settings:
             raise ValueError(
                 f"--default {text}: {name!r} is not a setting; {nearest(name, table.settings)}"
@@ -294,13 +235,6 @@ def _defaults(
     return settings
 
 
-def _length(model: Model, settings: dict[str, Any], texts: Sequence[str]) -> int | None:
-    """Default number of new tokens in completions and infills; None if no flag sets it."""
-    if not any(re.match(r"\s*gen.length\s*=", text) for text in texts):
-        return None
-    return settings["gen_length"] or model.max_length
-
-
 def _name_of(checkpoint: str) -> str:
     """Name of a checkpoint for clients: Hub id, directory name, or file name without suffix."""
     asked = hub_id(checkpoint)
@@ -310,30 +244,8 @@ def _name_of(checkpoint: str) -> str:
     return path.name if path.is_dir() else path.stem
 
 
-def _check_extra() -> None:
-    try:
-        import prometheus_client  # noqa: F401
-        import pydantic  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"the server needs {error.name}; install it with: pip install 'dlm_jax[serve]'"
-        ) from None
-
-
-def _key(name: str) -> str | None:
-    key = os.environ.get(name)
-    if key is not None and not key.strip():
-        raise ValueError(f"--api-key-env: {name} is empty; set it to a key, or unset it")
-    return key
-
-
-def _with_template(model: Model, args: argparse.Namespace) -> Model:
-    """The model, with the chat template from ``--chat-template`` if given."""
-    if args.chat_template is None:
-        return model
-    path = Path(args.chat_template)
+def _with_template(model: Model, path: Path) -> Model:
+    """The model with the chat template of a file."""
     check_regular(path)
     try:
         source = path.read_text(encoding="utf-8")

@@ -7,18 +7,10 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
-from importlib import resources
 from typing import Any, TypeVar
 
 import prometheus_client
@@ -38,7 +30,8 @@ from dlm_jax.inference.engine import AsyncEngine, Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import NewText, TextReader
 from dlm_jax.inference.request import Request, is_broken
-from dlm_jax.inference.results import Row, given_row
+from dlm_jax.inference.results import Row
+from dlm_jax.serving.answer import Answer, Done
 from dlm_jax.serving.http import (
     LOGGER,
     Events,
@@ -49,24 +42,21 @@ from dlm_jax.serving.http import (
     log_answer,
     parsed,
     read_body,
+    stopping,
     while_connected,
 )
 from dlm_jax.serving.protocol import (
     SHORT,
-    Answer,
     ApiError,
     Chat,
     Completion,
     Detokenize,
-    Done,
     Infill,
     Limits,
     Planner,
-    Responses,
     SamplingFields,
     Tokenize,
     refused,
-    stopping,
 )
 from dlm_jax.types import Status
 
@@ -126,47 +116,6 @@ class _EngineFigures(prometheus_client.registry.Collector):
         yield prefix
 
 
-Emit = Callable[[dict[str, Any]], Awaitable[None]]
-"""Sends an event; waits for a slow reader."""
-
-
-class Outbox:
-    """A queue that carries events from their writers to the sender.
-
-    An event can replace the previous event of the same choice, so the queue of a slow reader
-    remains short.
-    """
-
-    def __init__(self) -> None:
-        self._events: list[tuple[int | None, dict[str, Any]]] = []
-        self._news = asyncio.Event()
-        self._writers = 0
-
-    def enter(self) -> None:
-        self._writers += 1
-
-    def leave(self) -> None:
-        self._writers -= 1
-        self._news.set()
-
-    def put(self, events: Sequence[dict[str, Any]], replaces: int | None = None) -> None:
-        """Adds events; with `replaces`, queued events of the same choice are replaced."""
-        if replaces is not None:
-            self._events = [entry for entry in self._events if entry[0] != replaces]
-        self._events += [(replaces, event) for event in events]
-        self._news.set()
-
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields events until all writers have left."""
-        while True:
-            while self._events:
-                yield self._events.pop(0)[1]
-            if not self._writers:
-                return
-            self._news.clear()
-            await self._news.wait()
-
-
 class _Group(asyncio.TaskGroup):
     """A task group that raises its first error instead of an exception group."""
 
@@ -187,14 +136,12 @@ def _check(row: Row) -> None:
 
 
 _GONE = 499
-_COMPILERS = 2
-"""Number of structures that are compiled at the same time."""
-_SHORT_BODY = 4096
-"""Bytes of a body that takes about a millisecond to read and encode."""
+_THREADS = 8
+"""Number of requests that are converted to rows at the same time."""
 
 T = TypeVar("T")
 _END_POINTS: dict[str, type[SamplingFields]] = {
-    fields.route: fields for fields in (Completion, Chat, Infill, Responses)
+    fields.route: fields for fields in (Completion, Chat, Infill)
 }
 
 
@@ -235,10 +182,8 @@ def make_app(
     """
     server = _Server(model, AsyncEngine(engine, steps_per_call=steps_per_call), options, slots)
     routes = [
-        Route("/", server.page),
         Route("/health", server.health),
         Route("/ping", server.health, methods=["GET", "POST"]),
-        Route("/version", server.version),
         Route("/metrics", server.kept(server.metrics_text)),
         Route("/v1/models", server.kept(server.models)),
         Route("/v1/models/{name:path}", server.kept(server.models)),
@@ -248,7 +193,6 @@ def make_app(
         ),
         Route("/tokenize", server.kept(server.tokenize), methods=["POST"]),
         Route("/detokenize", server.kept(server.detokenize), methods=["POST"]),
-        Route("/props", server.kept(server.props)),
     ]
     checks = [Middleware(OwnHost, hosts=options.hosts)] if options.hosts else []
     if options.origins:
@@ -272,15 +216,14 @@ class _Server:
     """The handlers of the routes, and the rows that run for them."""
 
     def __init__(self, model: Model, engine: AsyncEngine, options: Options, slots: int):
-        self._model, self._engine, self._options, self._slots = model, engine, options, slots
+        self._model, self._engine, self._options = model, engine, options
         self._planner = Planner(
             model, options.name, options.limits, options.defaults, options.length or SHORT
         )
         self._num_rows, self._capacity = 0, slots + options.limits.waiting
         self._metrics, self._scoring = Metrics(engine.engine), asyncio.Lock()
-        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="structures")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="requests")
         self._began, self._is_warm, self._is_ending = int(time.time()), False, False
-        self._page = resources.files("dlm_jax.serving").joinpath("page.html").read_bytes()
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -290,7 +233,7 @@ class _Server:
             try:
                 yield
             finally:
-                self._compilers.shutdown(wait=False, cancel_futures=True)
+                self._threads.shutdown(wait=False, cancel_futures=True)
                 self._is_ending = True  # a compilation cannot be interrupted
                 await warming
 
@@ -334,9 +277,6 @@ class _Server:
 
         return route
 
-    async def page(self, request: HttpRequest) -> Response:
-        return Response(self._page, media_type="text/html")
-
     async def health(self, request: HttpRequest) -> Response:
         is_fine = self._engine.is_running
         body: dict[str, Any] = {
@@ -345,13 +285,6 @@ class _Server:
         }
         body |= {"version": dlm_jax.__version__, "is_warm": self._is_warm}
         return Json(body, 200 if is_fine else 503)
-
-    async def version(self, request: HttpRequest) -> Response:
-        return Json({"version": dlm_jax.__version__})
-
-    async def props(self, request: HttpRequest) -> Response:
-        told = self._planner.props(self._slots)
-        return Json(told | {"version": dlm_jax.__version__})
 
     async def metrics_text(self, request: HttpRequest) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
@@ -373,18 +306,14 @@ class _Server:
         return Json(told)
 
     async def texts(self, fields: type[SamplingFields], request: HttpRequest) -> Response:
-        body = await self._body(request)
-        asked = await _aside(body, parsed, fields, body)
+        body = await read_body(request, self._options.limits.body)
         path, began = request.url.path, time.perf_counter()
         seconds = self._options.limits.seconds
-        if self._planner.shape(asked) is not None:
-            with self._admitted(1):
-                answer = await while_connected(request.receive, seconds, self._planned(asked))
-        elif isinstance(asked, Chat):  # templates are slow
-            answer = await asyncio.to_thread(self._planner.answer, asked)
-        else:
-            answer = await _aside(body, self._planner.answer, asked)
-        if asked.stream:
+        # A structure can take seconds to compile.
+        with self._admitted(1):
+            planning = self._run(lambda: self._planner.answer(parsed(fields, body)))
+            answer = await while_connected(request.receive, seconds, planning)
+        if answer.asked.stream:
             return self._events(answer, path, began)
         with self._admitted(len(answer.requests)):
             work, spent = self._whole(answer), time.perf_counter() - began
@@ -392,47 +321,39 @@ class _Server:
         self._tell(path, answer, done, began)
         return Json(answer.whole(done))
 
-    async def _planned(self, asked: SamplingFields) -> Answer:
-        """Plans a request with a structure in a thread. Compilations have threads of their own, for
-        which requests with known structures do not wait.
-        """
-        threads = None if self._planner.is_compiled(asked) else self._compilers
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(threads, self._planner.answer, asked)
+    async def _run(self, do: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     async def tokenize(self, request: HttpRequest) -> Response:
-        body = await self._body(request)
-        return await _aside(body, self._tokenized, body)
+        body = await read_body(request, self._options.limits.body)
 
-    def _tokenized(self, body: bytes) -> Json:
-        asked = parsed(Tokenize, body)
-        self._planner.check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise refused("pass either prompt or messages", "prompt")
-        if asked.messages is not None:
-            ids = self._planner.chat_ids(asked.messages, asked)
-        else:
-            own = self._planner.encoded(asked.prompt or "", "prompt")
-            ids = [*self._model.prefix_ids, *own]
-        return Json({"tokens": ids, "count": len(ids), "max_model_len": self._model.max_length})
+        def ids() -> list[int]:
+            asked = parsed(Tokenize, body)
+            self._planner.check_model(asked.model)
+            if (asked.prompt is None) == (asked.messages is None):
+                raise refused("pass either prompt or messages", "prompt")
+            if asked.messages is not None:
+                return self._planner.chat_ids(asked.messages, asked)
+            return [*self._model.prefix_ids, *self._planner.encoded(asked.prompt or "", "prompt")]
+
+        found = await self._run(ids)
+        return Json({"tokens": found, "count": len(found), "max_model_len": self._model.max_length})
 
     async def detokenize(self, request: HttpRequest) -> Response:
-        body = await self._body(request)
-        return await _aside(body, self._detokenized, body)
+        body = await read_body(request, self._options.limits.body)
 
-    def _detokenized(self, body: bytes) -> Json:
-        asked = parsed(Detokenize, body)
-        self._planner.check_model(asked.model)
-        return Json({"prompt": self._planner.text(asked.tokens, "tokens")})
+        def text() -> str:
+            asked = parsed(Detokenize, body)
+            self._planner.check_model(asked.model)
+            return self._planner.text(asked.tokens, "tokens")
 
-    async def _body(self, request: HttpRequest) -> bytes:
-        return await read_body(request, self._options.limits.body)
+        return Json({"prompt": await self._run(text)})
 
     def _events(self, answer: Answer, path: str, began: float) -> Response:
         admission = contextlib.ExitStack()
         admission.enter_context(self._admitted(len(answer.requests)))
 
-        async def run(emit: Emit) -> None:
+        async def run(emit: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
             done = await self._stream(answer, emit, began)
             self._tell(path, answer, done, began)
 
@@ -440,13 +361,8 @@ class _Server:
             admission.close()
             self._count(path, status, began)
 
-        return Events(
-            run,
-            ended,
-            self._options.limits.seconds,
-            spent=time.perf_counter() - began,
-            ends_with_done=answer.ends_with_done,
-        )
+        spent = time.perf_counter() - began
+        return Events(run, ended, self._options.limits.seconds, spent)
 
     def _count(self, path: str, status: int, began: float) -> None:
         route = path if not path.startswith("/v1/models/") else "/v1/models"
@@ -478,7 +394,7 @@ class _Server:
         )
 
     @contextlib.contextmanager
-    def _admitted(self, count: int):
+    def _admitted(self, count: int) -> Iterator[None]:
         """Reserves `count` rows within the context."""
         if self._num_rows + count > self._capacity:
             raise ApiError(
@@ -512,59 +428,55 @@ class _Server:
             tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
         return [task.result() for task in tasks]
 
-    async def _stream(self, answer: Answer, emit: Emit, began: float) -> list[Done]:
+    async def _stream(
+        self,
+        answer: Answer,
+        emit: Callable[[dict[str, Any]], Awaitable[None]],
+        began: float,
+    ) -> list[Done]:
         """Returns all choices of an answer; events are emitted during generation."""
         await self._score_prompts(answer)
-        outbox, is_first = Outbox(), True
-
-        def note() -> None:
-            nonlocal is_first
-            if is_first:
-                self._metrics.first.observe(time.perf_counter() - began)
-            is_first = False
+        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        is_first = True
 
         async def run(index: int, request: Request) -> Done:
+            nonlocal is_first
+            is_new = True
             try:
-                return await self._told(answer, outbox, index, request, note)
+                async with contextlib.aclosing(self._growing(answer, request)) as growing:
+                    async for row, reader, pieces, done in growing:
+                        if is_first and (done is not None or any(one.text for one in pieces)):
+                            self._metrics.first.observe(time.perf_counter() - began)
+                            is_first = False
+                        for event in answer.echo(index, row) if is_new else ():
+                            events.put_nowait(event)
+                        is_new = False
+                        for event in answer.grown(index, row, reader.start, pieces, done):
+                            events.put_nowait(event)
+                        if done is not None:
+                            return done
             finally:
-                outbox.leave()
+                events.put_nowait(None)
+            raise AssertionError("an event of a finished row")
 
         async with _Group() as group:
-            tasks = []
-            for index, request in enumerate(answer.requests):
-                outbox.enter()
-                tasks.append(group.create_task(run(index, request)))
+            tasks = [group.create_task(run(*one)) for one in enumerate(answer.requests)]
             for event in answer.begin():
                 await emit(event)
-            async for event in outbox.events():
-                await emit(event)
+            num_running = len(tasks)
+            while num_running:
+                event = await events.get()
+                if event is None:
+                    num_running -= 1
+                else:
+                    await emit(event)
         done = [task.result() for task in tasks]
         for event in answer.end(done):
             await emit(event)
         return done
 
-    async def _told(
-        self, answer: Answer, outbox: Outbox, index: int, request: Request, note: Callable[[], None]
-    ) -> Done:
-        """Adds the events of a choice to the outbox as its text is generated, and calls `note` for
-        new text.
-        """
-        is_first, replaces = True, index if answer.asked.diffusing else None
-        async with contextlib.aclosing(self._growing(answer, request)) as growing:
-            async for row, reader, pieces, done in growing:
-                if is_first:
-                    outbox.put(answer.echo(index, row))
-                    is_first = False
-                is_diffused = answer.asked.diffusing and row.counters.forwards
-                if done is not None or is_diffused or any(piece.text for piece in pieces):
-                    note()
-                outbox.put(answer.grown(index, row, reader, pieces, done), replaces)
-                if done is not None:
-                    return done
-        raise AssertionError("an event of a finished row")
-
     async def _done(self, answer: Answer, request: Request) -> Done:
-        if not answer.stops and not answer.stop_ids and not self._is_given(request):
+        if not answer.stops and not answer.stop_ids:
             row = await self._engine.row(request)
             _check(row)
             return self._of(answer, request, answer.reader(self._model, request), row)
@@ -579,10 +491,6 @@ class _Server:
     ) -> AsyncGenerator[tuple[Row, TextReader, list[NewText], Done | None], None]:
         """Yields the current row, its reader, its new text and, at the end, the choice."""
         reader = answer.reader(self._model, request)
-        if self._is_given(request):  # nothing to generate
-            row = given_row(request.tokens)
-            yield row, reader, reader.pieces(row), self._of(answer, request, reader, row)
-            return
         rows = self._engine.watch(request, every_block=False)
         async with contextlib.aclosing(rows):
             async for row in rows:
@@ -591,9 +499,6 @@ class _Server:
                 is_over = bool(pieces) and pieces[-1].is_last
                 done = self._of(answer, request, reader, row) if is_over else None
                 yield row, reader, pieces, done
-
-    def _is_given(self, request: Request) -> bool:
-        return not request.is_open(self._model.tokenizer.mask_id).any()
 
     def _of(self, answer: Answer, request: Request, reader: TextReader, row: Row) -> Done:
         """Returns a finished choice. The row can still be running."""
@@ -606,13 +511,6 @@ class _Server:
         infilled = self._model.tokenizer.decode(row.tokens)
         given = int(row.is_frozen.sum())
         return Done(text, row, places, True, filled, infilled, prompt_tokens=given)
-
-
-async def _aside(body: bytes, do: Callable[..., T], *arguments: Any) -> T:
-    """Returns the result of a function, which runs in a thread if the body is long."""
-    if len(body) <= _SHORT_BODY:
-        return do(*arguments)
-    return await asyncio.to_thread(do, *arguments)
 
 
 async def _unknown(request: HttpRequest, error: Exception) -> Response:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import functools
 import hashlib
 import hmac
 import json
 import logging
-import math
-import os
 import re
 import signal
 import socket
@@ -28,11 +24,21 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from dlm_jax.serving.protocol import ApiError, of_fields, refused, stopping
+from dlm_jax.serving.protocol import ApiError, of_fields, refused
 
 LOGGER = logging.getLogger("dlm_jax.serving")
+
+T = TypeVar("T")
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+_DEEPEST = 64
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_BODY_SECONDS = 30.0
+_BEAT_SECONDS = 15.0
+_EVENTS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
+_CONNECTIONS = 4096
+"""Number of connections and requests above which requests are refused."""
 
 
 class JsonLines(logging.Formatter):
@@ -54,12 +60,8 @@ def start_logs() -> None:
     """Starts logging of the server, the engine and uvicorn to standard error as JSON lines."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
-    names = {
-        LOGGER.name: logging.INFO,
-        "dlm_jax.inference": logging.WARNING,
-        "uvicorn.error": logging.WARNING,
-    }
-    for name, least in names.items():
+    for name, least in ((LOGGER.name, "INFO"), ("dlm_jax.inference", "WARNING"),
+                        ("uvicorn.error", "WARNING")):  # fmt: skip
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(least)
@@ -67,19 +69,8 @@ def start_logs() -> None:
 
 def log_answer(event: str, **told: Any) -> None:
     """Logs an answer; floats are rounded to four decimals."""
-    if LOGGER.isEnabledFor(logging.INFO):
-        shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in told.items()}
-        LOGGER.info(event, extra={"told": shown})
-
-
-T = TypeVar("T")
-M = TypeVar("M", bound=pydantic.BaseModel)
-
-_DEEPEST = 64
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
-_BODY_SECONDS = 30.0
-_BEAT_SECONDS = 15.0
-_EVENTS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
+    shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in told.items()}
+    LOGGER.info(event, extra={"told": shown})
 
 
 def encoded(value: Any) -> bytes:
@@ -96,8 +87,6 @@ class Json(Response):
 
 def error_response(error: ApiError) -> Json:
     headers = {"retry-after": "1"} if error.status in (429, 503) else {}
-    if error.status == 415:
-        headers["accept-encoding"] = "identity"
     if error.status in (408, 413, 415, 503):
         headers["connection"] = "close"  # the rest of the request body is not read
     if error.status == 401:
@@ -109,31 +98,16 @@ async def read_body(request: Request, limit: int) -> bytes:
     # Any web page can send other types without a preflight.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(
-            415,
-            f"content-type={kind[:40]!r} is not application/json; send this header and JSON",
-            code="unsupported_media_type",
-        )
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise ApiError(
-            415,
-            f"content-encoding={encoding[:40]!r} is not supported; send the body unencoded",
-            code="unsupported_encoding",
-        )
-    too_large = ApiError(
-        413, f"the body has more than {limit} bytes; send a smaller one", code="too_large"
-    )
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > limit:
-        raise too_large
+        message = f"content-type={kind[:40]!r} is not application/json; send this header and JSON"
+        raise ApiError(415, message, code="unsupported_media_type")
     parts, size = [], 0
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
                 if size > limit:
-                    raise too_large
+                    message = f"the body has more than {limit} bytes; send a smaller one"
+                    raise ApiError(413, message, code="too_large")
                 parts.append(part)
     except TimeoutError:
         raise ApiError(408, "the body did not arrive in time; send it faster") from None
@@ -141,10 +115,17 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def parsed(kind: type[M], body: bytes) -> M:
-    if _depth(body) > _DEEPEST:
-        raise refused(
-            f"the body is nested more than {_DEEPEST} levels deep; use fewer levels", None
-        )
+    """Parses and checks a body.
+
+    Raises:
+      ApiError: the body is not a request of this kind.
+    """
+    depth = deepest = 0
+    for found in _BRACKETS.finditer(body):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
+        deepest = max(deepest, depth)
+    if deepest > _DEEPEST:
+        raise refused(f"the body is nested more than {_DEEPEST} levels deep", None)
 
     def constant(name: str) -> Any:
         raise ValueError(f"{name} is not valid JSON")
@@ -158,7 +139,7 @@ def parsed(kind: type[M], body: bytes) -> M:
     try:
         return kind.model_validate(value)
     except pydantic.ValidationError as error:
-        raise of_fields(error, value) from None
+        raise of_fields(error) from None
 
 
 def check_key(request: Request, key: str | None) -> None:
@@ -191,15 +172,6 @@ class OwnHost:
         await app(scope, receive, send)
 
 
-def _depth(body: bytes) -> int:
-    """Returns the nesting depth of lists and objects in a JSON text."""
-    depth = deepest = 0
-    for found in _BRACKETS.finditer(body):
-        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
-        deepest = max(deepest, depth)
-    return deepest
-
-
 async def while_connected(
     receive: Receive, seconds: float, work: Coroutine[Any, Any, T], *, spent: float = 0.0
 ) -> T:
@@ -215,9 +187,8 @@ async def while_connected(
             return task.result()
         if gone.done():
             raise ClientDisconnect
-        raise ApiError(
-            504, f"the answer took more than {seconds:g} s; request fewer tokens", code="timeout"
-        )
+        message = f"the answer took more than {seconds:g} s; request fewer tokens"
+        raise ApiError(504, message, code="timeout")
     finally:
         for one in (task, gone):
             one.cancel()
@@ -238,7 +209,6 @@ class Events(Response):
     """A stream of server-sent events that ends with ``[DONE]`` or an error object.
 
     While no event is sent, a comment is sent every 15 s, so that no proxy closes the connection.
-    The ``type`` of an event, if present, is the event's name, as in ``/v1/responses``.
 
     Args:
       run: coroutine function that calls its argument to send each event.
@@ -246,7 +216,6 @@ class Events(Response):
         the error.
       seconds: time limit.
       spent: seconds of the limit that have passed.
-      ends_with_done: whether ``[DONE]`` is sent at the end.
     """
 
     def __init__(
@@ -254,13 +223,10 @@ class Events(Response):
         run: Callable[[Callable[[dict[str, Any]], Awaitable[None]]], Coroutine[Any, Any, None]],
         ended: Callable[[int], None],
         seconds: float,
-        *,
-        spent: float = 0.0,
-        ends_with_done: bool = True,
+        spent: float,
     ):
         super().__init__(status_code=200)
         self._run, self._ended, self._seconds, self._spent = run, ended, seconds, spent
-        self._last = b"data: [DONE]\n\n" if ends_with_done else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         written = time.monotonic()
@@ -271,8 +237,7 @@ class Events(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async def emit(event: dict[str, Any]) -> None:
-            name = b"event: %b\n" % event["type"].encode() if "type" in event else b""
-            await write(name + b"data: " + encoded(event) + b"\n\n")
+            await write(b"data: " + encoded(event) + b"\n\n")
 
         async def beat() -> None:
             while True:
@@ -287,14 +252,14 @@ class Events(Response):
                 await self._run(emit)
             finally:
                 beats.cancel()
-            await write(self._last, more=False)
+            await write(b"data: [DONE]\n\n", more=False)
 
         status = 499
         try:
             await while_connected(receive, self._seconds, whole(), spent=self._spent)
             status = 200
         except ClientDisconnect:
-            pass  # the client has disconnected
+            pass
         except (ApiError, asyncio.CancelledError) as error:
             told = error if isinstance(error, ApiError) else stopping()
             status = told.status
@@ -307,137 +272,9 @@ class Events(Response):
             self._ended(status)
 
 
-_REQUEST_SECONDS = 20.0
-"""Time limit in seconds for the next request on a connection, up to the end of its headers."""
-
-_STALL_SECONDS = 60.0
-"""Time limit in seconds for a client that reads nothing of its answer."""
-
-_ACCEPTS = 16
-"""Number of connections that are accepted before other events are handled."""
-
-_BACKLOG = 2048
-_RESERVE = 128
-"""Number of descriptors that are kept for files and for the routes in `_ALWAYS`."""
-
-_MOST_CONNECTIONS = 1 << 16
-_ALWAYS = ("/health", "/ping", "/version")
-
-
-def most_connections() -> int:
-    """Returns the number of connections for which there are descriptors, without the reserve."""
-    try:
-        import resource
-    except ImportError:  # the system has no such limit
-        return _MOST_CONNECTIONS
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY:
-        return _MOST_CONNECTIONS
-    return min(_MOST_CONNECTIONS, max(limit // 2, limit - _RESERVE))
-
-
-_Protocol: Any = AutoHTTPProtocol
-
-
-class _Connection(_Protocol):
-    """A connection that is closed if its next request or its reader takes too long.
-
-    Args:
-      incomplete: connections without a complete request, oldest first. The oldest is closed if
-        there are more than `most` connections.
-      most: maximum number of connections. Half of the reserve is used beyond it, for `_ALWAYS`.
-    """
-
-    def __init__(self, incomplete: dict[_Connection, None], most: int, **options: Any):
-        super().__init__(**options)
-        self._incomplete, self._most = incomplete, most
-        self._waits: asyncio.TimerHandle | None = None
-        self._stalls: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        if len(self.connections) > self._most:
-            oldest = next(iter(self._incomplete), None)
-            if oldest is not None:
-                oldest.abort()
-            elif len(self.connections) > self._most + _RESERVE // 2:
-                transport.abort()
-                return
-        self._note()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._note()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._note()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._incomplete.pop(self, None)
-        for timer in (self._waits, self._stalls):
-            if timer is not None:
-                timer.cancel()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stalls = self.loop.call_later(_STALL_SECONDS, self.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._stalls is not None:
-            self._stalls.cancel()
-
-    def abort(self) -> None:
-        self._incomplete.pop(self, None)
-        self.transport.abort()
-
-    def _note(self) -> None:
-        """Notes whether the connection has a request, and whether it is complete."""
-        if self.transport.is_closing():
-            return
-        cycle = self.cycle
-        has_request = not (cycle is None or cycle.response_complete)
-        if not (cycle is None or cycle.response_complete or cycle.more_body):
-            self._incomplete.pop(self, None)
-        else:
-            self._incomplete.setdefault(self)
-        if has_request and self._waits is not None:
-            self._waits.cancel()
-            self._waits = None
-        elif not has_request and self._waits is None:
-            self._waits = self.loop.call_later(_REQUEST_SECONDS, self.abort)
-
-
-def _limited(app: ASGIApp, is_full: Callable[[], bool]) -> ASGIApp:
-    """Wraps an application that answers only the routes in `_ALWAYS` while it is full."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_full() and scope["path"] not in _ALWAYS:
-            full = ApiError(
-                503, "the server has too many connections; try again later", code="overloaded"
-            )
-            await error_response(full)(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return answer
-
-
-class _LoopErrors:
-    """Handles errors of the event loop. A lack of descriptors is logged once in ten seconds."""
-
-    def __init__(self) -> None:
-        self._logged = -math.inf
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
-            loop.default_exception_handler(context)
-        elif time.monotonic() - self._logged > 10:
-            self._logged = time.monotonic()
-            LOGGER.error("no descriptor is free for a connection; raise the limit (ulimit -n)")
+def stopping() -> ApiError:
+    """Returns the error for a request that is still running at the end of the grace period."""
+    return ApiError(503, "the server is shutting down; try again later", code="stopping")
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -452,10 +289,6 @@ class Server(uvicorn.Server):
     A signal or ``should_exit`` stops the server; a second signal ends the process at once. After a
     stop, running requests have `drain` seconds to finish. `listens` is called when the server
     accepts requests on its socket, which is from `listening`.
-
-    There are at most as many connections as there are descriptors, without a reserve. If a new
-    connection exceeds this number, the oldest one without a complete request is closed. If there is
-    none, the new connection can only ask for the health.
     """
 
     def __init__(
@@ -466,16 +299,14 @@ class Server(uvicorn.Server):
         drain: float,
         listens: Callable[[], None] = lambda: None,
     ):
-        most = most_connections()
-        made: Any = functools.partial(_Connection, {}, most)
         config = uvicorn.Config(
-            _limited(app, lambda: len(self.server_state.connections) > most),
-            http=made,
-            backlog=_ACCEPTS,
+            app,
             log_config=None,
             access_log=False,
             server_header=False,
             lifespan="on",
+            limit_concurrency=_CONNECTIONS,
+            timeout_keep_alive=20,
             timeout_graceful_shutdown=max(1, round(drain)),
         )
         super().__init__(config)
@@ -486,9 +317,7 @@ class Server(uvicorn.Server):
         asyncio.run(self.serve(sockets=[self._sock]))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(_LoopErrors())
         await super().startup(sockets)
-        self._sock.listen(_BACKLOG)  # asyncio has set the number of accepts
         if not self.should_exit:
             self._listens()
 
@@ -501,10 +330,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.should_exit = True
-        for number in _SIGNALS:
-            # The default handler also ends a process whose main thread is busy. It has no effect in
-            # the first process of a container.
-            signal.signal(number, _exit if os.getpid() == 1 else signal.SIG_DFL)
+        for number in _SIGNALS:  # the default handler also ends a process whose thread is busy
+            signal.signal(number, signal.SIG_DFL)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -520,16 +347,12 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def _exit(sig: int, frame: FrameType | None) -> None:
-    os._exit(128 + sig)
-
-
 def listening(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return socket.create_server((host, port), family=found[0][0], backlog=_BACKLOG)
+        return socket.create_server((host, port), family=found[0][0], backlog=2048)
     except OSError as error:
+        why = error.strerror or error
         raise ValueError(
-            f"--host {host} --port {port} is not available ({error.strerror or error}); choose "
-            f"another"
+            f"--host {host} --port {port} is not available ({why}); choose another"
         ) from None

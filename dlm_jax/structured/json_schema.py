@@ -4,9 +4,6 @@ Every text of an expression is valid under its schema, but not every valid text 
 are in the order of the schema, and no other properties are written. If the expression for a schema
 is too large for an automaton, large maximum counts and the nesting of free values are reduced. What
 cannot be kept raises an error with the path of the keyword in the schema.
-
-Character classes in ``pattern`` match what both Python and ECMA-262 match: ``\d`` and ``\w`` are
-ASCII.
 """
 
 from __future__ import annotations
@@ -33,10 +30,10 @@ _SIZES = (
 used."""
 _MOST_POSITIONS = 4200
 _MOST_PARTS = 1 << 14
-_MOST_LINKS = 32
 _LONGEST = 1 << 15
 _LARGEST = 10**20
 _DIGITS = 15  # of decimal numbers that floats tell apart
+_FRACTION = 6  # digits of the fraction of a bounded number
 _UNSAFE = r'"\\\x00-\x1f'
 _CHARACTER = r'([^"\\\x00-\x1F\x7F-\x9F]|\\["\\/bfnrt])'
 _STRING = f'"{_CHARACTER}*"'
@@ -73,7 +70,6 @@ _NOTES = {
     *("default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
     *("contentMediaType", "contentEncoding"),
 }
-_JOINED = ("properties", "additionalProperties", "items", "prefixItems")
 _OF_TYPE = {
     "object": ["properties", "required", "additionalProperties", "minProperties", "maxProperties"],
     "array": ["items", "prefixItems", "minItems", "maxItems"],
@@ -83,6 +79,7 @@ _OF_TYPE = {
     "boolean": [],
     "null": [],
 }
+_KINDS = {bool: "boolean", str: "string", list: "array", type(None): "null", dict: "object"}
 
 
 def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> str:
@@ -95,22 +92,22 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
     Raises:
       ValueError: the schema has an unsupported keyword or value, or allows no text.
     """
-    try:
-        for most, any_depth in _SIZES:
-            is_last = (most, any_depth) == _SIZES[-1]
-            try:
-                pattern = _SchemaWriter(schema, depth, most, any_depth).value(schema, "#")
-            except _TooLong:
-                if is_last:
-                    raise
-                continue
-            if pattern is None:
-                raise _refused("#", f"no value matches within {depth} levels")
-            if is_last or _positions(pattern) <= _MOST_POSITIONS:
-                return pattern
-    except RecursionError:
-        raise _refused("#", "it is nested too deeply") from None
-    raise AssertionError
+    pattern: str | None = None
+    for most, any_depth in _SIZES:
+        try:
+            pattern = _SchemaWriter(schema, depth, most, any_depth).value(schema, "#")
+        except _TooLong as error:
+            if (most, any_depth) == _SIZES[-1]:
+                raise _refused("#", str(error)) from None
+            continue
+        except RecursionError:
+            raise _refused("#", "it is nested too deeply") from None
+        if pattern is None:
+            raise _refused("#", f"no value matches within {depth} levels")
+        if _positions(pattern) <= _MOST_POSITIONS:
+            break
+    assert pattern is not None
+    return pattern
 
 
 def _positions(pattern: str) -> int:
@@ -133,20 +130,12 @@ def _positions(pattern: str) -> int:
     return totals[0]
 
 
-class _TooLong(ValueError):
+class _TooLong(Exception):
     """Raised for a pattern that smaller maximum counts may shorten."""
 
 
 def _refused(where: str, why: str) -> ValueError:
     return ValueError(f"the schema cannot be used: at {where}: {why}"[:300])
-
-
-def _shown(value: Any) -> str:
-    """The beginning of a value as JSON, for a message."""
-    try:
-        return json.dumps(value)[:60]
-    except (TypeError, ValueError):  # also an integer of more digits than Python writes
-        return f"a value of type {type(value).__name__}"
 
 
 class _SchemaWriter:
@@ -162,9 +151,12 @@ class _SchemaWriter:
 
     def value(self, schema: Any, where: str) -> str | None:
         self._visit(where)
-        pattern = self._value(schema, where)
+        try:
+            pattern = self._value(schema, where)
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
+            raise _refused(where, f"a keyword is malformed ({error!r})") from None
         if len(pattern or "") > _LONGEST:
-            raise _TooLong(str(_refused(where, "its expansion is too large; use fewer references")))
+            raise _TooLong("its expansion is too large; use fewer references")
         return pattern
 
     def _visit(self, where: str, parts: int = 1) -> None:
@@ -178,7 +170,7 @@ class _SchemaWriter:
         if schema is True or schema == {}:
             return _free(self._any_depth + 1)
         if not isinstance(schema, Mapping):
-            raise _refused(where, f"{_shown(schema)} is not a schema")
+            raise _refused(where, f"{str(schema)[:60]} is not a schema")
         if "$id" in schema and schema is not self._root:
             raise _refused(where, "'$id' below the root is not supported; remove it")
         if "$ref" in schema:
@@ -186,27 +178,25 @@ class _SchemaWriter:
             if self._followed.count(name) > self._depth:
                 return None
             self._followed.append(name)
-            target = self._target(name, where)
-            pattern = self.value(self._both(_without(schema, "$ref"), target, where), where)
+            pattern = self.value(
+                _both(_without(schema, "$ref"), self._target(name, where), where), where
+            )
             self._followed.pop()
             return pattern
         if "allOf" in schema:
             joined: Any = _without(schema, "allOf")
-            for part in _list_of(schema, "allOf", where):
-                joined = self._both(joined, self._resolve(part, where), where)
+            for part in schema["allOf"]:
+                self._visit(where)
+                joined = _both(joined, self._resolve(part, where), where)
             return self.value(joined, where)
         for name in ("anyOf", "oneOf"):
             if name in schema:
                 rest = _without(schema, name)
-                parts = [
-                    self._both(rest, self._resolve(part, f"{where}/{name}"), f"{where}/{name}/{n}")
-                    if rest
-                    else part
-                    for n, part in enumerate(_list_of(schema, name, where))
-                ]
+                parts = [self._resolve(part, where) if rest else part for part in schema[name]]
                 if name == "oneOf":
                     for one, other in itertools.combinations(range(len(parts)), 2):
-                        if not self._excludes(parts[one], parts[other], where, _MOST_LINKS):
+                        self._visit(where)
+                        if not self._excludes(parts[one], parts[other], where):
                             raise _refused(
                                 where,
                                 f"oneOf/{one} and oneOf/{other} may both match a value; use anyOf, "
@@ -214,7 +204,8 @@ class _SchemaWriter:
                                 "property",
                             )
                 return _either(
-                    [self.value(one, f"{where}/{name}/{n}") for n, one in enumerate(parts)]
+                    self.value(_both(rest, part, where) if rest else part, f"{where}/{name}/{n}")
+                    for n, part in enumerate(parts)
                 )
         if "const" in schema or "enum" in schema:
             for name in schema:
@@ -224,16 +215,12 @@ class _SchemaWriter:
             self._visit(where, len(values))
             return _either(map(_literal, values))
         kinds = _kinds(schema)
-        for kind in kinds or [kinds]:
-            if not isinstance(kind, str) or kind not in _OF_TYPE:
-                raise _refused(
-                    where, f"type {kind!r} is not supported; use one of {list(_OF_TYPE)}"
-                )
-        known = {name for kind in kinds for name in _OF_TYPE[kind]} | _NOTES | {"type"}
+        for kind in kinds:
+            if kind not in _OF_TYPE:
+                raise _refused(where, f"type {kind!r} is not supported; use one of {[*_OF_TYPE]}")
+        known = {name for kind in kinds for name in _OF_TYPE[kind]} | _NOTES | {"type", "format"}
         for name in schema:
-            is_neutral = (name == "uniqueItems" and schema[name] is False) or (
-                name == "format" and isinstance(schema[name], str)  # concerns strings alone
-            )
+            is_neutral = name == "uniqueItems" and schema[name] is False
             if name not in known and not is_neutral and not str(name).startswith("x-"):
                 raise _refused(where, f"{name!r} is not supported; remove it")
         writers = {
@@ -261,24 +248,50 @@ class _SchemaWriter:
 
     def _resolve(self, schema: Any, where: str) -> Any:
         """The schema without references at its top."""
-        for _ in range(_MOST_LINKS):
+        for _ in range(32):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema
-            target = self._target(schema["$ref"], where)
-            schema = self._both(_without(schema, "$ref"), target, where)
+            schema = _both(_without(schema, "$ref"), self._target(schema["$ref"], where), where)
         raise _refused(where, "references do not resolve to a schema")
+
+    def _excludes(self, one: Any, other: Any, where: str, levels: int = 8) -> bool:
+        """Returns whether no value is valid under both schemas; False if unknown."""
+        one, other = self._resolve(one, where), self._resolve(other, where)
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping) or not levels:
+            return one is False or other is False
+        are_plain = not {"anyOf", "oneOf", "allOf"} & {*one, *other}
+        are_constants = [bool({"const", "enum"} & {*schema}) for schema in (one, other)]
+        if are_plain and all(are_constants):
+            keys = [set(map(_key, _constants(schema, where))) for schema in (one, other)]
+            return not keys[0] & keys[1]
+        kinds = [
+            {_kind_of(value) for value in _constants(schema, where)}
+            if is_constant
+            else {"number" if kind == "integer" else kind for kind in _types(schema)}
+            for schema, is_constant in zip((one, other), are_constants, strict=True)
+        ]
+        if not kinds[0] & kinds[1]:
+            return True
+        if kinds[0] & kinds[1] != {"object"}:
+            return False
+        named = [schema.get("properties", {}) for schema in (one, other)]
+        return any(
+            name in named[0]
+            and name in named[1]
+            and self._excludes(named[0][name], named[1][name], where, levels - 1)
+            for name in {*one.get("required", ())} & {*other.get("required", ())}
+        )
 
     def _string(self, schema: Mapping[str, Any], where: str) -> str | None:
         low, high = _counts(schema, "Length", where)
         form, pattern = schema.get("format"), schema.get("pattern")
-        if isinstance(form, str) and form not in _FORMATS and form not in _OTHER_FORMATS:
-            form = None
-        if form is not None and (not isinstance(form, str) or form not in _FORMATS):
+        if form is not None and (not isinstance(form, str) or form in _OTHER_FORMATS):
             raise _refused(where, f"format {form!r} is not supported; use one of {list(_FORMATS)}")
+        form = _FORMATS.get(form or "")
         if (form is not None) + (pattern is not None) + bool(low or high is not None) > 1:
             raise _refused(where, "pattern, format and lengths cannot be combined; keep one")
         if form is not None:
-            return f'"{_FORMATS[form]}"'
+            return f'"{form}"'
         if pattern is not None:
             return f'"({_in_string(pattern, where)})"'
         if high is not None and low > high:
@@ -292,11 +305,11 @@ class _SchemaWriter:
         low, high = _counts(schema, "Items", where)
         if high is not None and low > high:
             return None
-        listed = _list_of(schema, "prefixItems", where) if "prefixItems" in schema else []
-        first = [self.value(one, f"{where}/prefixItems/{n}") for n, one in enumerate(listed)]
-        if first:
-            if "items" in schema and schema["items"] is not False and low > len(first):
-                raise _refused(where, "items after prefixItems are not supported; remove them")
+        listed = list(schema.get("prefixItems", ()))
+        if listed:
+            first = [self.value(one, f"{where}/prefixItems/{n}") for n, one in enumerate(listed)]
+            if low > len(first) and schema.get("items") is not False:
+                raise _refused(where, "minItems above prefixItems is not supported; lower it")
             if low > len(first) or None in first:
                 return None
             first = first[: len(first) if high is None else high]
@@ -307,240 +320,122 @@ class _SchemaWriter:
 
     def _object(self, schema: Mapping[str, Any], where: str) -> str | None:
         low, high = _counts(schema, "Properties", where)
-        if high is not None and low > high:
-            return None
-        named = _properties(schema, where)
-        required = _required(schema, where)
+        named, required = (
+            dict(schema.get("properties", {})),
+            dict.fromkeys(schema.get("required", ())),
+        )
+        if not all(isinstance(name, str) for name in named | required):
+            raise _refused(where, "properties and required must have names")
         others = schema.get("additionalProperties", True)
         if isinstance(others, Mapping) and not set(others) - _NOTES:
             others = True
         if "properties" not in schema and not required:
             if low > 1:
-                raise _refused(
-                    where, f"minProperties={low} is not supported without properties; add them"
-                )
-            is_free = others is True
+                raise _refused(where, f"minProperties={low} is not supported without properties")
             value = (
                 _free(max(self._any_depth - 1, 0))
-                if is_free
+                if others is True
                 else self.value(others, f"{where}/additionalProperties")
             )
+            if high is not None and low > high:
+                return None
             pair = None if value is None else f"{_STRING}[ ]?:[ ]?{_grouped(value)}"
             return _repeated(r"\{", pair, "[ ]?,[ ]?", r"\}", low, self._reduced(low, high))
         pairs: list[tuple[str, bool]] = []
         for name in named | required:
-            part = named.get(name, others)
-            value = self.value(part, f"{where}/properties/{name}")
+            value = self.value(named.get(name, others), f"{where}/properties/{name}")
             if value is None and name in required:
                 return None
             if value is not None:
                 pairs.append((f"[ ]?{_literal(name)}[ ]?:[ ]?{_grouped(value)}", name in required))
-        fewest, most = len(required), len(pairs)
-        if low > most or (high is not None and fewest > high):
-            return None
-        if high == fewest:
-            pairs = [pair for pair in pairs if pair[1]]
-        elif low == most:
-            pairs = [(pair, True) for pair, _ in pairs]
-        elif low > max(fewest, 1) or (high is not None and high < most):
+        if low > max(len(required), 1) or (high is not None and high < len(pairs)):
             raise _refused(
                 where, "minProperties or maxProperties restrict optional properties; remove them"
             )
-        return _in_order(pairs, is_empty_allowed=low == 0)
+        return _in_order(pairs, is_empty_allowed=low == 0) if pairs or not low else None
 
-    def _both(self, one: Any, other: Any, where: str) -> Any:
-        """Returns the conjunction of two schemas as one schema."""
-        self._visit(where)
-        if one is False or other is False:
-            return False
-        for part in (one, other):
-            if part is not True and not isinstance(part, Mapping):
-                raise _refused(where, f"{_shown(part)} is not a schema")
-            if part is not True and "$id" in part and part is not self._root:
-                raise _refused(where, "'$id' below the root is not supported; remove it")
-        one, other = ({} if part is True else _without(part) for part in (one, other))
-        if not one or not other:
-            return one or other
-        joined = one | other
-        for name in one.keys() & other.keys():
-            a, b = one[name], other[name]
-            if name[:3] in ("min", "max", "exc") and _is_number(a) and _is_number(b):
-                joined[name] = (
-                    max(a, b)
-                    if name.lower().endswith("minimum") or (name.startswith("min"))
-                    else min(a, b)
-                )
-            elif name == "required":
-                joined[name] = [*(_required(one, where) | _required(other, where))]
-            elif name == "allOf":
-                joined[name] = [*_list_of(one, name, where), *_list_of(other, name, where)]
-            elif name in ("enum", "const"):
-                allowed = set(map(_key, _constants({name: b}, where)))
-                values = [v for v in _constants({name: a}, where) if _key(v) in allowed]
-                if not values:
-                    return False
-                joined[name] = values if name == "enum" else values[0]
-            elif name == "type":
-                kinds, allowed = _kinds(one), _kinds(other)
-                both = [kind for kind in kinds if kind in allowed]
-                is_integer = "integer" in [*kinds, *allowed] and "number" in [*kinds, *allowed]
-                joined[name] = both + ["integer"] * (is_integer and "integer" not in both)
-                if not joined[name]:
-                    return False
-            elif name not in _JOINED and not _is_same(a, b):
-                raise _refused(where, f"several {name!r} for one value are not supported")
-        # `additionalProperties` concerns the properties that its own schema does not name.
-        if "properties" in joined:
-            joined["properties"] = {
-                name: _conjunction(_of_name(one, name), _of_name(other, name))
-                for name in {**_properties(one, where), **_properties(other, where)}
+
+def _both(one: Any, other: Any, where: str) -> Any:
+    """Returns the conjunction of two schemas as one schema."""
+    if one is False or other is False:
+        return False
+    for part in (one, other):
+        if part is not True and not isinstance(part, Mapping):
+            raise _refused(where, f"{str(part)[:60]} is not a schema")
+    one, other = ({} if part is True else _without(part) for part in (one, other))
+    joined = one | other
+    for name in one.keys() & other.keys():
+        a, b = one[name], other[name]
+        if name == "required":
+            joined[name] = [*dict.fromkeys([*a, *b])]
+        elif name == "properties":
+            joined[name] = {
+                key: {"allOf": [a[key], b[key]]} if key in a and key in b else value
+                for key, value in (a | b).items()
             }
-        if "prefixItems" in joined:
-            listed = [_list_of({"prefixItems": []} | s, "prefixItems", where) for s in (one, other)]
-            joined["prefixItems"] = [
-                _conjunction(
-                    *(
-                        parts[n] if n < len(parts) else schema.get("items", True)
-                        for parts, schema in zip(listed, (one, other), strict=True)
-                    )
-                )
-                for n in range(max(map(len, listed)))
-            ]
-        for name in ("additionalProperties", "items"):
-            if name in joined:
-                joined[name] = _conjunction(one.get(name, True), other.get(name, True))
-        return joined
-
-    def _excludes(self, one: Any, other: Any, where: str, links: int) -> bool:
-        """Returns whether no value is valid under both schemas; False if unknown."""
-        self._visit(where)
-        one, other = self._resolve(one, where), self._resolve(other, where)
-        if one is False or other is False:
-            return True
-        if not isinstance(one, Mapping) or not isinstance(other, Mapping) or not links:
-            return False
-        for schema, rest in ((one, other), (other, one)):
-            for name in ("anyOf", "oneOf"):
-                if name in schema:
-                    cases = _list_of(schema, name, where)
-                    if all(self._excludes(case, rest, where, links - 1) for case in cases):
-                        return True
-        kinds, others = (_types(schema, where) for schema in (one, other))
-        if not kinds & others:
-            return True
-        if all("const" in s or "enum" in s for s in (one, other)):
-            keys = [set(map(_key, _constants(schema, where))) for schema in (one, other)]
-            return not keys[0] & keys[1]
-        if kinds & others != {"object"}:
-            return False
-        needed = [_required(schema, where).keys() for schema in (one, other)]
-        named = [_properties(schema, where) for schema in (one, other)]
-        if not {"anyOf", "oneOf", "allOf", "const", "enum"} & {*one, *other}:
-            # Only these names are written.
-            written = [needed[n] | named[n].keys() for n in range(2)]
-            if all(written) and needed[0] - written[1] and needed[1] - written[0]:
-                return True
-        return any(
-            name in named[0]
-            and name in named[1]
-            and self._excludes(named[0][name], named[1][name], where, links - 1)
-            for name in needed[0] & needed[1]
-        )
+        elif name == "allOf":
+            joined[name] = [*a, *b]
+        elif name == "type":
+            kinds, allowed = _types(one), _types(other)
+            joined[name] = [kind for kind in kinds if kind in allowed]
+            if "integer" in kinds + allowed and "number" in kinds + allowed:
+                joined[name] = [*dict.fromkeys([*joined[name], "integer"])]
+            if not joined[name]:
+                return False
+        elif a != b or repr(a) != repr(b):
+            raise _refused(where, f"several {name!r} for one value are not supported")
+    # `additionalProperties` and `items` concern what their own schema does not name.
+    for name, own in (("additionalProperties", "properties"), ("items", "prefixItems")):
+        if (
+            joined.get(name, True) is not True
+            and one.get(own) != other.get(own)
+            and (own in (one if name not in one else other) or name in one.keys() & other.keys())
+        ):
+            raise _refused(where, f"{name!r} beside other {own!r} is not supported; merge them")
+    return joined
 
 
 def _without(schema: Mapping[str, Any], name: str = "") -> dict[str, Any]:
     return {key: value for key, value in schema.items() if key != name and key not in _NOTES}
 
 
+def _types(schema: Mapping[str, Any]) -> list[Any]:
+    """The types that a schema allows by its keyword ``type``."""
+    kinds = schema.get("type", list(_OF_TYPE))
+    return list(kinds) if isinstance(kinds, list) else [kinds]
+
+
 def _kinds(schema: Mapping[str, Any]) -> list[Any]:
     """The types of a schema: those that its keywords imply, or all types, if it names none."""
     if "type" in schema:
-        kinds = schema["type"]
-        return kinds if isinstance(kinds, list) else [kinds]
+        return _types(schema)
     plain = [kind for kind in _OF_TYPE if kind != "integer"]
     return [kind for kind in plain if set(_OF_TYPE[kind]) & set(schema)] or plain
 
 
-def _types(schema: Mapping[str, Any], where: str) -> set[str]:
-    """The types of the values that a schema allows; integers are numbers."""
-    if "const" in schema or "enum" in schema:
-        kinds = [_kind_of(value) for value in _constants(schema, where)]
-    else:
-        kinds = schema.get("type", list(_OF_TYPE))
-        kinds = kinds if isinstance(kinds, list) else [kinds]
-    return {"number" if kind == "integer" else str(kind) for kind in kinds}
-
-
 def _constants(schema: Mapping[str, Any], where: str) -> list[Any]:
-    """The values of the schema's types that ``const`` and ``enum`` both allow."""
-    values = _list_of(schema, "enum", where) if "enum" in schema else [schema["const"]]
-    for value in [*values, schema.get("const")]:
-        _check_json(value, where)
-    if "const" in schema:
-        values = [value for value in values if _key(value) == _key(schema["const"])]
-    if "type" in schema:
-        kinds = _kinds(schema)
-        values = [
-            value
-            for value in values
-            if _kind_of(value) in kinds
-            or (_is_number(value) and "integer" in kinds and value == int(value))
-        ]
-    return values
+    """The values of ``const`` or ``enum`` that have one of the types."""
+    if "const" in schema and "enum" in schema:
+        raise _refused(where, "const beside enum is not supported; remove one")
+    values = [schema["const"]] if "const" in schema else list(schema["enum"])
+    for value in values:
+        try:
+            is_json = json.loads(json.dumps(value, allow_nan=False)) == value
+        except (TypeError, ValueError):
+            is_json = False
+        if not is_json:
+            raise _refused(where, f"the constant {str(value)[:60]} is not JSON; remove it")
+    kinds = _types(schema)
+    return [
+        value
+        for value in values
+        if _kind_of(value) in kinds
+        or ("integer" in kinds and _is_number(value) and value == int(value))
+    ]
 
 
 def _kind_of(value: Any) -> str:
-    kinds = {bool: "boolean", str: "string", list: "array", type(None): "null"}
-    kinds |= {int: "number", float: "number"}
-    return kinds.get(type(value), "object")
-
-
-def _list_of(schema: Mapping[str, Any], name: str, where: str) -> list[Any]:
-    if not isinstance(schema[name], list):
-        raise _refused(f"{where}/{name}", "must be a list")
-    return schema[name]
-
-
-def _properties(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
-    named = schema.get("properties", {})
-    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
-        raise _refused(f"{where}/properties", "must be an object")
-    return dict(named)
-
-
-def _required(schema: Mapping[str, Any], where: str) -> dict[str, None]:
-    """The names of the required properties, in order."""
-    names = _list_of(schema, "required", where) if "required" in schema else []
-    if not all(isinstance(name, str) for name in names):
-        raise _refused(f"{where}/required", "must be a list of names")
-    return dict.fromkeys(names)
-
-
-def _of_name(schema: Mapping[str, Any], name: str) -> Any:
-    return schema.get("properties", {}).get(name, schema.get("additionalProperties", True))
-
-
-def _conjunction(one: Any, other: Any) -> Any:
-    if one is False or other is False:
-        return False
-    if one is True or one == {}:
-        return other
-    return one if other is True or other == {} or _is_same(one, other) else {"allOf": [one, other]}
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two keywords have the same value; 1 and True differ."""
-    return one is other or (one == other and repr(one) == repr(other))
-
-
-def _check_json(value: Any, where: str) -> None:
-    """Raises ValueError if a constant cannot be written as JSON."""
-    try:
-        is_json = json.loads(json.dumps(value, allow_nan=False)) == value
-    except (TypeError, ValueError):
-        is_json = False
-    if not is_json:
-        raise _refused(where, f"the constant {_shown(value)} is not JSON; remove it")
+    return _KINDS.get(type(value), "number")
 
 
 def _key(value: Any) -> Any:
@@ -553,20 +448,18 @@ def _key(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, int) or math.isfinite(value)
+    return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def _counts(schema: Mapping[str, Any], name: str, where: str) -> tuple[int, int | None]:
     for key in (f"min{name}", f"max{name}"):
         value = schema.get(key, 0)
         if not _is_number(value) or value < 0 or value != int(value):
-            raise _refused(where, f"{key}={_shown(value)} must be a non-negative integer")
-    low, high = schema.get(f"min{name}", 0), schema.get(f"max{name}")
+            raise _refused(where, f"{key}={str(value)[:60]} must be a non-negative integer")
+    low, high = int(schema.get(f"min{name}", 0)), schema.get(f"max{name}")
     if low > _SIZES[0][0]:
-        raise _refused(where, f"min{name}={_shown(low)} is too large; use at most {_SIZES[0][0]}")
-    return int(low), None if high is None else int(high)
+        raise _refused(where, f"min{name}={str(low)[:60]} is too large; use {_SIZES[0][0]}")
+    return low, None if high is None else int(high)
 
 
 def _literal(value: Any) -> str:
@@ -633,151 +526,118 @@ def _times(low: int, high: int | None) -> str:
 def _number(schema: Mapping[str, Any], where: str, *, is_whole: bool) -> str | None:
     """An expression for numbers within the bounds of a schema.
 
-    Bounded numbers have no exponent, and at most 15 digits if they have a fraction, because readers
-    round fractions to floats, which can reach or cross a bound.
+    Bounded numbers have no exponent, a short fraction, and at most 15 digits if they have a
+    fraction, because readers round fractions to floats, which can reach or cross a bound.
     """
-    lows, highs, digits = [], [], 1
-    for name in _OF_TYPE["number"]:
+    if schema.get("multipleOf", 1) != 1 or ("multipleOf" in schema and not is_whole):
+        raise _refused(where, "multipleOf is not supported; remove it")
+    lows: list[tuple[Decimal, bool]] = []
+    highs: list[tuple[Decimal, bool]] = []
+    digits = 1
+    for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         if name not in schema:
             continue
         value: Any = schema[name]
         if not _is_number(value):
-            raise _refused(where, f"{name}={_shown(value)} must be a number")
-        if name == "multipleOf":
-            if value != 1 or not is_whole:
-                raise _refused(where, "multipleOf is not supported; remove it")
-            continue
+            raise _refused(where, f"{name}={str(value)[:60]} must be a number")
         is_low = name.lower().endswith("minimum")
-        if abs(value) > _LARGEST:
-            if (value > 0) == is_low:
-                raise _refused(
-                    where, f"{name}={_shown(value)} is too large; use a number of at most 20 digits"
-                )
-            value = -_LARGEST if is_low else _LARGEST
-        else:
-            digits = max(digits, len(str(int(abs(value)))))
-        (lows if is_low else highs).append((Decimal(str(value)) + 0, name.startswith("ex")))
+        if abs(value) > _LARGEST and (value > 0) == is_low:
+            raise _refused(where, f"{name}={str(value)[:30]} has more than 20 digits; lower it")
+        bound = Decimal(str(max(-_LARGEST, min(value, _LARGEST))))
+        if abs(value) < _LARGEST:
+            digits = max(digits, len(str(abs(int(bound)))))
+        (lows if is_low else highs).append((bound, name.startswith("ex")))
     if not lows and not highs:
         return _INTEGER if is_whole else _NUMBER
-    low, no_low = max(lows, default=(None, False))
-    high, no_high = min(highs, key=lambda bound: (bound[0], not bound[1]), default=(None, False))
-    size = 0 if is_whole else max(0, _DIGITS - digits)
-    above = _magnitudes(low, no_low, high, no_high, size)
-    below = _magnitudes(
-        None if high is None else -high, no_high, None if low is None else -low, no_low, size
-    )
-    return _either([above, below and f"-({below})"])
-
-
-def _magnitudes(
-    low: Decimal | None, no_low: bool, high: Decimal | None, no_high: bool, size: int
-) -> str | None:
-    """An expression for numbers without a sign between two bounds, with at most `size` digits of a
-    fraction. True beside a bound that is excluded.
-    """
-    if low is None or low < 0:
-        low, no_low = Decimal(0), False
-    if high is not None and (high < low or (high == low and (no_low or no_high))):
-        return None
-    whole, _, rest = f"{low:f}".partition(".")
-    # Of a bound with more digits, all numbers of `size` digits are above or below the first ones.
-    no_low |= bool(rest[size:].strip("0"))
-    digits, length = whole + rest[:size], len(whole)
-    if high is None:
-        parts = _digits(digits, None, no_low, False, length, size)
-        longer = f"[1-9][0-9]{{{length},}}{_digits(None, None, False, False, 0, size)}"
-        return _either([parts, longer])
-    whole, _, rest = f"{high:f}".partition(".")
-    no_high &= not rest[size:].strip("0")
-    top, longest = whole + rest[:size], len(whole)
-    if length == longest:
-        return _digits(digits, top, no_low, no_high, length, size)
-    parts = [_digits(digits, None, no_low, False, length, size)]
-    if longest - length > 1:
-        middle = f"[1-9][0-9]{{{length},{longest - 2}}}"
-        parts.append(f"{middle}{_digits(None, None, False, False, 0, size)}")
-    least = "1" + "0" * (longest - 1)
-    parts.append(_digits(least, top, False, no_high, longest, size))
+    low = max(lows, default=None)
+    high = max(((-bound, is_out) for bound, is_out in highs), default=None)
+    parts: list[str | None] = []
+    for size in range(0 if is_whole else max(0, min(_FRACTION, _DIGITS - digits)), -1, -1):
+        # Numbers with `size` digits of a fraction are integers, in units of the last digit.
+        first, last = _first_unit(low, size), _first_unit(high, size)
+        parts.append(_magnitudes(first, None if last is None else -last, size))
+        negative = _magnitudes(last, None if first is None else -first, size, least=1)
+        parts.append(negative and f"-({negative})")
     return _either(parts)
 
 
-def _digits(
-    low: str | None, high: str | None, no_low: bool, no_high: bool, whole: int, size: int
-) -> str | None:
-    """An expression for `whole` digits of an integer and up to `size` of a fraction, between two
-    texts of digits. A bound of None holds already, and digits behind the end of a bound are zeros.
-    After the point, `whole` is negative.
+def _first_unit(bound: tuple[Decimal, bool] | None, size: int) -> int | None:
+    """The least multiple of ``10^-size`` at or, if it is excluded, above a bound."""
+    if bound is None:
+        return None
+    scaled = bound[0].scaleb(size)
+    return math.ceil(scaled) + (bound[1] and scaled == math.ceil(scaled))
+
+
+def _magnitudes(low: int | None, high: int | None, size: int, least: int = 0) -> str | None:
+    """An expression for numbers from `low` to `high`, and from `least`, in units of ``10^-size``,
+    with `size` digits of a fraction.
     """
-    if low is not None and not no_low and not low.strip("0") and whole <= 0:
-        low = None
-    if low is None and high is None:
-        if whole < 0:
-            return f"[0-9]{{0,{size}}}" if size else ""
-        fraction = rf"(\.[0-9]{{1,{size}}})?" if size else ""
-        return (f"[0-9]{{{whole}}}" if whole else "") + fraction
-    is_end = low is None and not (no_high and high is not None and not high.strip("0"))
-    if whole <= 0 and not size:
-        return "" if is_end else None
-    first = 0 if low is None else int(low[:1] or 0)
-    last = 9 if high is None else int(high[:1] or 0)
-    below, above = (None if bound is None else bound[1:] for bound in (low, high))
-    cases: list[tuple[int, int, str | None, str | None]] = [(first, last, below, above)]
-    if first < last:
-        begin, end = first + (low is not None), last - (high is not None)
-        cases = [(begin, end, None, None)] if begin <= end else []
-        cases += [] if low is None else [(first, first, below, None)]
-        cases += [] if high is None else [(last, last, None, above)]
-    parts = []
-    for begin, end, below, above in cases:
-        rest = _digits(below, above, no_low, no_high, max(whole - 1, -1), size - (whole <= 0))
-        if rest is not None:
-            parts.append((str(begin) if begin == end else f"[{begin}-{end}]") + rest)
-    if not parts:
-        return "" if is_end and whole <= 0 else None
-    pattern = f"({'|'.join(parts)})" if len(parts) > 1 or whole <= 0 else parts[0]
-    if whole == 0:
-        pattern = rf"(\.{pattern})"
-    return f"{pattern}?" if is_end and whole <= 0 else pattern
+    low = max(least, least if low is None else low)
+    if high is not None and high < low:
+        return None
+    sizes = [max(len(str(n)), size + 1) for n in (low, low if high is None else high)]
+    parts: list[str | None] = []
+    for length in range(sizes[0], sizes[1] + 1):
+        first = low if length == sizes[0] else 10 ** (length - 1)
+        last = 10**length - 1 if high is None or length < sizes[1] else high
+        texts = [str(n).zfill(length) for n in (first, last)]
+        if size:
+            texts = [f"{text[:-size]}.{text[-size:]}" for text in texts]
+        parts.append(_between(*texts))
+    if high is None:
+        fraction = rf"\.[0-9]{{{size}}}" if size else ""
+        parts.append(f"[1-9][0-9]{{{sizes[0] - size},}}{fraction}")
+    return _either(parts)
 
 
-# What both Python and ECMA-262 match.
-_MEMBERS = {
-    "d": "0-9",
-    "w": "0-9A-Za-z_",
-    "s": r" \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000",
-}
-# What Python or ECMA-262 matches.
-_NOT_MEMBERS = {
-    "d": r"\d",
-    "w": r"\w",
-    "s": r"\s\ufeff",
-    "D": r"\x00-/:-\U0010ffff",
-    "W": r"\x00-/:-@\[-\^`{-\U0010ffff",
-    "S": r"\x00-\x1f!-\x9f\xa1-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e\u2030-\u205e"
-    r"\u2060-\u2fff\u3001-\U0010ffff",
-}
+def _between(low: str, high: str) -> str:
+    """An expression for decimals of one form between two texts."""
+    if not low:
+        return ""
+    (a, *_), (b, *_), below, above = low, high, low[1:], high[1:]
+    if a == b:
+        return (r"\." if a == "." else a) + _between(below, above)
+    zeros, nines = re.sub("[0-9]", "0", below), re.sub("[0-9]", "9", above)
+    any_rest = re.sub("[0-9]+", lambda run: f"[0-9]{{{len(run[0])}}}", below).replace(".", r"\.")
+    begin, end, parts = int(a), int(b), []
+    if below != zeros:
+        parts.append(a + _between(below, nines))
+        begin += 1
+    if above != nines:
+        parts.append(b + _between(zeros, above))
+        end -= 1
+    if begin <= end:
+        parts.append(f"[{begin}-{end}]{any_rest}")
+    return str(_either(parts))
 
 
-def _in_string(pattern: Any, where: str) -> str:
-    """The expression for the JSON text, between quotes, of strings that match a pattern."""
-    if not isinstance(pattern, str):
-        raise _refused(where, "pattern must be a string")
+# What both Python and ECMA-262 match, and what one of them matches.
+_MEMBERS = {"d": "0-9", "w": "0-9A-Za-z_", "s": " "}
+_NOT_MEMBERS = {"d": r"\d", "w": r"\w", "s": r"\s\ufeff"}
+
+
+def _in_string(pattern: str, where: str) -> str:
+    r"""The expression for the JSON text, between quotes, of strings that match a pattern.
+
+    Classes of characters match what both Python and ECMA-262 match: ``\d`` and ``\w`` are ASCII.
+    """
     shown = f"pattern {pattern[:60]!r}"
-    for different in re.finditer(r"\\([AZaU])|\\.|(\(\?P<|\{,\d*\}|\[\^?\])", pattern):
+    for different in re.finditer(r"\\([AZaUpP])|\\.|(\(\?P<|\{,\d*\}|\[\^?\])", pattern):
         if different[1] or different[2]:
-            raise _refused(
-                where,
-                f"{shown}: {different[0]!r} differs in Python and ECMA-262; write it otherwise",
-            )
+            raise _refused(where, f"{shown}: {different[0]!r} differs in Python and ECMA-262")
     parts = []
     try:
         for token in tokens_of(pattern):
             kind, text, _ = token
-            if kind in ("char", "escape"):
-                code = code_of(token)
-                parts.append(_class(token) if code is None else _character(code))
+            code = code_of(token) if kind in ("char", "escape") else None
+            if code is not None:
+                codes = json.dumps(chr(code), ensure_ascii=False)[1:-1]
+                parts.append(f"({''.join(map(_code, codes))})")
+            elif kind == "escape":
+                parts.append(_set(text[1].isupper(), [token._replace(text=text.lower())]))
             elif kind == "set":
-                parts.append(_set(token))
+                parts.append(_set(*items_of(token)))
             elif kind == "any":
                 parts.append(rf"[^{_UNSAFE}\u2028\u2029]")
             elif kind == "times":
@@ -789,52 +649,21 @@ def _in_string(pattern: Any, where: str) -> str:
     return "".join(parts)
 
 
-def _character(code: int) -> str:
-    """An expression for one character as JSON writes it."""
-    text = json.dumps(chr(code), ensure_ascii=False)[1:-1]
-    codes = "".join(_code(ord(one)) for one in text)
-    return f"({codes})" if len(text) > 1 else codes
+def _code(one: str) -> str:
+    return one if one.isalnum() or one in " _" or one > "\x9f" else f"\\x{ord(one):02x}"
 
 
-def _code(code: int) -> str:
-    one = chr(code)
-    return one if one.isalnum() or one in " _" or code > 0x9F else f"\\x{code:02x}"
-
-
-def _class(escape: Token) -> str:
-    name = escape.text[1]
-    if name in _MEMBERS:
-        return f"[{_MEMBERS[name]}]"
-    other = _NOT_MEMBERS.get(name.lower()) or f"\\{name.swapcase()}{escape.text[2:]}"
-    return f"[^{other}{_UNSAFE}]"
-
-
-def _set(token: Token) -> str:
-    is_not, items = items_of(token)
-    if is_not:
-        inner = [
-            _NOT_MEMBERS.get(item.text[1], item.text)
-            if isinstance(item, Token)
-            else f"{_code(item[0])}-{_code(item[1])}"
-            for item in items
-        ]
-        return f"[^{''.join(inner)}{_UNSAFE}]"
+def _set(is_not: bool, items: Sequence[tuple[int, int] | Token]) -> str:
+    """An expression for a set of characters that JSON writes as they are."""
     parts = []
     for item in items:
         if isinstance(item, Token):
-            parts.append(_class(item))
+            name = item.text[1]
+            if name.isupper():
+                raise ValueError(f"{item.text!r} in a set is not supported; write it otherwise")
+            parts.append((_NOT_MEMBERS if is_not else _MEMBERS)[name])
             continue
-        low, high = max(item[0], 0x20), item[1]
-        if item[0] == item[1]:
-            parts.append(_character(item[0]))
-            continue
-        # Quotes and backslashes are matched as JSON writes them.
-        for code in (0x22, 0x5C):
-            if low <= code <= high:
-                parts += [f"[{_code(low)}-{_code(code - 1)}]"] if low < code else []
-                parts.append(_character(code))
-                low = code + 1
-        parts += [f"[{_code(low)}-{_code(high)}]"] if low <= high else []
-    if not parts:
-        raise ValueError(f"{token.text!r} matches only characters that strings escape")
-    return f"({'|'.join(parts)})"
+        if not is_not and (item[0] < 0x20 or any(item[0] <= code <= item[1] for code in b'"\\')):
+            raise ValueError("a set has characters that JSON escapes; write them as alternatives")
+        parts.append(f"{_code(chr(item[0]))}-{_code(chr(item[1]))}")
+    return f"[^{''.join(parts)}{_UNSAFE}]" if is_not else f"[{''.join(parts)}]"

@@ -15,9 +15,9 @@ import tiny_run
 
 import dlm_jax
 import dlm_jax.config as configs
+from dlm_jax.contrib.arithmetic import examples
 from dlm_jax.contrib.rl import PolicySettings, train_policy
 from dlm_jax.contrib.rl.__main__ import main
-from dlm_jax.contrib.arithmetic import examples
 
 FLAGS = {
     "data__layout": "documents", "data__seq_len": 10, "model__depth": 1, "optim__name": "adamw",
@@ -190,7 +190,9 @@ def test_the_program_ends_with_its_code(folder, tmp_path, capsys):
     keys = [f"{key.replace('__', '.')}={value}" for key, value in
             _flags(folder, tmp_path / "run", train__steps=2).items()]  # fmt: skip
     with tiny_run.on_devices(1):
-        assert main(["--reward", "dlm_jax.contrib.arithmetic:rewards", "--updates", "2", *keys]) == 0
+        assert (
+            main(["--reward", "dlm_jax.contrib.arithmetic:rewards", "--updates", "2", *keys]) == 0
+        )
     assert "reward" in capsys.readouterr().err
     assert main(["--reward", "dlm_jax.contrib.arithmetic:none"]) == 2
     assert "write module:function" in capsys.readouterr().err

@@ -6,11 +6,9 @@ import re
 import time
 from typing import Any
 
-import outlines_core
 import pytest
 
 from benchmarks import schemas
-from benchmarks.constrained import SCHEMA
 from dlm_jax.structured.json_schema import regex_of_schema
 from dlm_jax.structured.regex import compile_regex
 
@@ -34,29 +32,6 @@ def test_random_texts_of_random_schemas_are_allowed():
             continue
         accepted += 1
     assert accepted > 45
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        SCHEMA, {"type": "array"}, {"type": "number"}, {"type": ["integer", "null"]},
-        {"type": "object", "properties": PARTS}, {"enum": ["é\n.", 1.5, None, {"a": [1]}]},
-        {"type": "object", "properties": PARTS, "required": ["b"]},
-        {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
-        {"type": "array", "prefixItems": [{"type": "integer"}, NULL]},
-        {"type": "string", "minLength": 2, "maxLength": 3}, {"type": "string", "format": "uuid"},
-        {"type": "string", "pattern": "^[a-z]+$"}, {"$ref": "#/$defs/a", "$defs": {"a": NODE}},
-        {"type": "object", "minProperties": 1, "additionalProperties": NULL},
-        {"anyOf": [{"type": "object", "properties": {"a": NULL}, "required": ["a"]}, NULL]},
-    ],
-)  # fmt: skip
-def test_texts_are_those_of_outlines(schema):
-    other = outlines_core.json_schema.build_regex_from_schema(json.dumps(schema))
-    one, other = (
-        [x.tolist() for x in compile_regex(pattern, most_states=4000)[:3]]
-        for pattern in (regex_of_schema(schema), other)
-    )
-    assert one == other  # automata are minimal, so they are equal for equal languages
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -156,7 +131,7 @@ def test_a_format_that_json_schema_does_not_define_has_no_effect(schema, name):
         ({"$ref": "http://x"}, "is not in this schema"),
         ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
         ({"type": "integer", "multipleOf": 5}, "multipleOf is not supported"),
-        ({"type": "integer", "minimum": "5"}, "minimum=\"5\" must be a number"),
+        ({"type": "integer", "minimum": "5"}, "minimum=5 must be a number"),
         ({"type": "integer", "minimum": 5, "maximum": 4}, "no value matches"),
         ({"type": "text"}, "type 'text' is not supported"),
         ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "several 'pattern'"),
@@ -164,19 +139,21 @@ def test_a_format_that_json_schema_does_not_define_has_no_effect(schema, name):
         ({"type": "object", "minProperties": 2}, "minProperties=2 is not supported"),
         ({"$ref": "#/$defs/0", "$defs": LAUGHS}, "its expansion is too large"),
         ({"type": "string", "format": {}}, "at #: format {}"),
-        ({"type": "object", "required": [1]}, "at #/required: must be a list of names"),
-        ({"prefixItems": 5}, "at #/prefixItems: must be a list"),
+        ({"type": "object", "required": [1]}, "at #: properties and required must have names"),
+        ({"prefixItems": 5}, "at #: a keyword is malformed"),
         ({"anyOf": [5]}, "at #/anyOf/0: 5 is not a schema"),
         ({"maximum": float("inf")}, "must be a number"),
-        ({"minimum": True}, "minimum=true must be a number"),
-        ({"minimum": 10**400}, "minimum=1000.* is too large; use a number of at most 20 digits"),
-        ({"minLength": 10**400}, "minLength=1000.* is too large; use at most 4000"),
+        ({"minimum": True}, "minimum=True must be a number"),
+        ({"minimum": 10**400}, "minimum=1000.* has more than 20 digits"),
+        ({"minLength": 10**400}, "minLength=1000.* is too large; use 4000"),
         ({"maxItems": -(10**400)}, "must be a non-negative integer"),
-        ({"const": float("nan")}, "the constant NaN is not JSON"),
+        ({"const": float("nan")}, "the constant nan is not JSON"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf/0 and oneOf/1 may both"),
         ({"allOf": [CLOSED, {"required": ["b"]}]}, "no value matches"),
-        ({"allOf": [{"const": 1}, {"const": True}]}, "no value matches"),
-        ({"const": True, "enum": [1]}, "no value matches"),
+        ({"allOf": [{"const": 1}, {"const": True}]}, "several 'const' for one value"),
+        ({"const": True, "enum": [1]}, "const beside enum is not supported"),
+        ({"allOf": [CLOSED, {"properties": {"b": {}}}]}, "'additionalProperties' beside other"),
+        ({"type": "array", "items": {}, "allOf": [{"prefixItems": [{}]}]}, "'items' beside other"),
         ({"minProperties": 1, "additionalProperties": False}, "no value matches"),
         ({"properties": {"a": {"$id": "b"}}}, "'\\$id' below the root"),
         ({"pattern": "(?i)a"}, "use no flags"), ({"pattern": "a{,3}"}, "'{,3}' differs in"),

@@ -7,8 +7,7 @@ import pytest
 from serving_cases import CHAT, MODEL, post, serving
 
 from dlm_jax.hf import TextTemplate
-from dlm_jax.sampling.rules import BUILT_IN
-from dlm_jax.serving.protocol import Chat, Completion, Responses, SettingFields
+from dlm_jax.serving.protocol import Chat, Completion, Infill
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 ASKED = {"prompt": "The ", "max_tokens": 10, "seed": 3, "temperature": 1.5}
@@ -42,7 +41,7 @@ def test_an_alias_gives_the_text_of_the_field_that_it_stands_for(running, name):
 
 
 REFUSED = [
-    ({"guided_json": {}}, "guided_json", "use response_format"),
+    ({"guided_json": {}}, "guided_json", "is not a field"),
     ({"guided_regex": 5}, "structure", "string"),
     ({"n_predict": -1}, "max_tokens", "greater than"),
     ({"max_tokens": 6, "n_predict": 6}, "n_predict", "max_tokens is given under two names"),
@@ -62,18 +61,9 @@ def test_a_field_that_cannot_be_read_is_refused_by_name(running, more, param, to
 
 
 def test_fields_of_requests_are_in_the_page():
-    fields = {*Chat.model_fields, *Completion.model_fields, *Responses.model_fields}
-    fields -= {"messages", "prompt", *SettingFields.model_fields}
+    fields = {*Chat.model_fields, *Completion.model_fields, *Infill.model_fields}
+    fields -= {"messages", "prompt"}
     assert [name for name in sorted(fields) if f"`{name}`" not in PAGE] == []
-
-
-def test_every_setting_of_a_request_is_a_field_of_the_schema_with_its_type_and_range():
-    fields = Completion.model_json_schema()["properties"]
-    assert BUILT_IN.request_settings.keys() <= fields.keys()
-    assert fields["min_p"]["anyOf"][0] == {"type": "number", "minimum": 0.0, "maximum": 1.0}
-    assert fields["schedule"]["anyOf"][0]["enum"] == list(BUILT_IN.settings["schedule"].choices)
-    assert fields["edit"]["anyOf"][0] == {"type": "boolean"}
-    assert "most likely token" in fields["temperature"]["description"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

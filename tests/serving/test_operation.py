@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from serving_cases import MODEL, post, serving
 
 from dlm_jax.data.tokenizers import CharacterTokenizer
 from dlm_jax.inference.engine import Engine
+from dlm_jax.serving import http
+from dlm_jax.serving.protocol import Limits
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +141,6 @@ LONG = "A " * 3000
         ("/v1/infill", {"prefix": LONG, "suffix": " sat"}, "prefix"),
         ("/v1/infill", {"template": LONG + "<hole:2>"}, "template"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
-        ("/v1/responses", {"input": LONG}, "input"),
     ],
 )
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
@@ -174,11 +176,23 @@ def test_others_are_answered_while_a_long_text_is_encoded(running, path, monkeyp
         assert asked.result().status_code == (200 if path == "/tokenize" else 400)
 
 
-def test_an_unknown_model_is_not_found(running):
-    for path, body in (
-        ("/v1/completions", {"prompt": "A"}), ("/tokenize", {"prompt": "A"}),
-        ("/detokenize", {"tokens": [1]}),
-    ):  # fmt: skip
-        refused = post(running, path, body | {"model": "other"})
-        assert refused.status_code == 404
-        assert refused.json()["error"]["code"] == "model_not_found"
+SLOW = {"prompt": "A ", "max_tokens": 24, "steps": 4000, "resample": True, "order": "threshold",
+        "threshold": 1.0, "stream": True}  # fmt: skip
+
+
+def test_a_stream_that_waits_sends_comments(monkeypatch):
+    """A proxy closes a connection on which nothing is sent."""
+    monkeypatch.setattr(http, "_BEAT_SECONDS", 0.1)
+    with serving(limits=Limits(seconds=1)) as server:
+        text = post(server, "/v1/completions", SLOW).text
+    *comments, event = [part for part in text.split("\n\n") if part]
+    assert len(comments) >= 4 and all(part.startswith(":") for part in comments)
+    assert '"code":"timeout"' in event
+
+
+def test_a_body_that_does_not_end_is_refused_in_time(running, monkeypatch):
+    monkeypatch.setattr(http, "_BODY_SECONDS", 0.3)
+    half = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", int(running.url.rsplit(":", 1)[1]))) as link:
+        link.sendall(half + b"content-length: 90\r\n\r\n{")
+        assert b" 408 " in link.recv(1 << 16)

@@ -63,8 +63,7 @@ def test_a_template_of_a_published_model_writes_its_markers(tmp_path):
     directory = published_cases.write(tmp_path / "model", "llada")
     template = tmp_path / "chat.jinja"
     template.write_text("<|start|>{{ messages[0].content }}<|end|>")
-    args = server.make_parser().parse_args(["--chat-template", str(template)])
-    model = server._with_template(dlm_jax.load(directory), args)
+    model = server._with_template(dlm_jax.load(directory), template)
     ids = model.chat.ids([{"role": "user", "content": "<|end|>a"}]).tolist()
     assert (ids[0], ids[-1]) == (published_cases.START, published_cases.END)
     assert ids.count(published_cases.END) == 1
@@ -90,7 +89,6 @@ def test_broken_templates_and_presets_are_refused(capsys, run_dir, tmp_path):
         (["temperature"], "--default temperature has no value"),
         (["top_p=2"], "--default top_p=2: top_p=2.0 is outside (0, 1]"),
         (["temperature=hot"], "--default temperature=hot: temperature='hot' is not a number"),
-        (["steps=4", "steps=8"], "--default steps is given twice"),
         (["ties=lower"], "'ties' is not a setting; a preset sets it"),
     ],
 )
@@ -165,10 +163,9 @@ def test_the_settings_of_own_rules_are_fields_and_defaults_of_requests(run_dir, 
             post(running, "/v1/completions", asked | more).json()["choices"][0]["text"]
             for more in ({}, {"my_shift": -1000.0}, {"logprobs": 2})
         ]
-        told = httpx.get(f"{running.url}/props").json()["default_generation_settings"]
         wrong = post(running, "/v1/completions", asked | {"my_shift": "much"}).json()["error"]
     assert texts[0] == texts[2] == fourth * 4 and fourth not in texts[1]
-    assert told["my_shift"] == 1000.0 and wrong["param"] == "my_shift"
+    assert wrong["param"] == "my_shift"
 
 
 def test_rules_and_origins_that_are_none_are_refused(capsys, own_rules, run_dir):

@@ -149,7 +149,6 @@ REFUSED = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"structure": "a"}, "structure"),
     ({"stop": ["a"]}, "stop"),
-    ({"stream": True, "diffusing": True}, "diffusing"),
     ({"tool_choice": "required", "max_tokens": 8}, "max_tokens"),
     ({"messages": [{"role": "assistant"}]}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [
