@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dlm_jax.data import shard
+from dlm_jax.data import shard, train_batches
 
 TEXTS = [f"document {i} says " + "ab" * (i % 23) for i in range(60)]
 
@@ -31,6 +31,11 @@ def make_two(tmp_path: Path) -> list[Path]:
     """Two sharded corpora of other letters."""
     low = make_shards(tmp_path, "low", texts=["abc" * (i + 1) for i in range(40)])
     return [low, make_shards(tmp_path, "high", texts=["xyz" * (i + 1) for i in range(30)])]
+
+
+def batch_at(source, step, **sizes):
+    """The global batch of one step."""
+    return next(train_batches(source, start_step=step, prefetch=0, **sizes))
 
 
 def take(batches, count):

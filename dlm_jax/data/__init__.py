@@ -6,7 +6,6 @@ from dlm_jax.data.pipeline import (
     DocumentRows,
     RowSource,
     train_batches,
-    train_dataset,
     validation_windows,
 )
 from dlm_jax.data.shards import DamagedShard, ShardMixture, TokenShards
@@ -73,6 +72,5 @@ __all__ = [
     "text_ids",
     "train_batches",
     "train_bpe",
-    "train_dataset",
     "validation_windows",
 ]

@@ -25,6 +25,7 @@ from dlm_jax.data.pipeline import (
     DocumentRows,
     Encoded,
     RowSource,
+    check_fills_a_row,
     cut_into_rows,
     default_cache_dir,
     is_intact,
@@ -42,7 +43,14 @@ from dlm_jax.data.shards import (
     read_index,
 )
 from dlm_jax.data.text import Document, Source
-from dlm_jax.data.tokenizers import Tokenizer, make_tokenizer, noise_ids, prefix_of, text_ids
+from dlm_jax.data.tokenizers import (
+    HubTokenizer,
+    Tokenizer,
+    make_tokenizer,
+    noise_ids,
+    prefix_of,
+    text_ids,
+)
 from dlm_jax.store.files import is_remote
 
 
@@ -152,8 +160,7 @@ def load_corpus(
     for field, value, known in (("layout", layout, LAYOUTS), ("tail", tail, TAILS)):
         if value not in known:
             raise ValueError(f"{field}={value!r} is unknown; use {' or '.join(known)}")
-    named = default_cache_dir() if cache_dir is None else cache_dir
-    folder = Path(os.path.expanduser(named)).absolute()
+    folder = Path(os.path.expanduser(cache_dir or default_cache_dir())).absolute()
     if roots := _roots_of(source):
         if layout != "windows":
             raise ValueError(
@@ -164,8 +171,7 @@ def load_corpus(
         raise ValueError(
             "data.weights applies to sharded corpora; build them with dlm_jax.data.shard"
         )
-    documents = corpora.read_documents(source)
-    name = corpora.describe(source)
+    documents, name = corpora.read_documents(source), corpora.describe(source)
     if layout == "windows":
         return _load_windows(
             name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder
@@ -177,38 +183,30 @@ def load_corpus(
             'to a model with a chat template, or write {"prompt": ..., "response": ...}'
         )
     train, val = corpora.split_documents(documents, held_out, name=name)
-    parts = dict(zip(PARTS, (train, val), strict=True))
-    coder = _make(tokenizer, _all_text(documents), _all_text(train))
+    coder = _make(
+        tokenizer,
+        *(
+            "\n\n".join(f"{document.prompt or ''}{document.text}" for document in part)
+            for part in (documents, train)
+        ),
+    )
     lines = (json.dumps(one.messages or [one.prompt, one.text]) for one in documents)
     sha256 = hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest()
     prefix_ids = prefix_of(coder, start_id)
     template = [] if talk is None or chat is None else [chat.source]
     key = _cache_key(sha256, coder, held_out, "documents", seq_len, *prefix_ids, *template)
-    rows = {
-        part: DocumentRows(
-            tokens_path=folder / f"tokens-{key}-{part}.npy",
-            bounds_path=folder / f"rows-{key}-{part}.npy",
-            seq_len=seq_len,
-            eos_id=coder.eos_id,
-            pad_id=coder.pad_id,
-            tail=tail,
-        )
-        for part in PARTS
-    }
+    rows: dict[str, DocumentRows] = {}
+    files: list[tuple[Path, np.ndarray, int]] = []
+    for part, some in zip(PARTS, (train, val), strict=True):
+        paths = [folder / f"{kind}-{key}-{part}.npy" for kind in ("tokens", "rows")]
+        rows[part] = DocumentRows(*paths, seq_len, coder.eos_id, coder.pad_id, tail)
+        if not all(map(is_intact, paths)):
+            encoded = _encode_documents(coder, some, prefix_ids, chat)
+            ids, bounds = cut_into_rows(encoded, seq_len=seq_len, prefix_ids=prefix_ids)
+            files += [(paths[0], ids, coder.vocab_size), (paths[1], bounds, len(ids) + 1)]
     # Both parts are encoded before either of them is written, so that an error leaves no file.
-    encoded = {
-        part: cut_into_rows(
-            _encode_documents(coder, parts[part], prefix_ids, chat),
-            seq_len=seq_len,
-            prefix_ids=prefix_ids,
-        )
-        for part in PARTS
-        if not (is_intact(rows[part].tokens_path) and is_intact(rows[part].bounds_path))
-    }
-    for part, (stretches, bounds) in encoded.items():
-        ids = np.concatenate(stretches)
-        write_tokens(rows[part].tokens_path, ids, vocab_size=coder.vocab_size)
-        write_tokens(rows[part].bounds_path, bounds, vocab_size=len(ids) + 1)
+    for path, ids, limit in files:
+        write_tokens(path, ids, vocab_size=limit)
     return Corpus(
         name=name,
         tokenizer=coder,
@@ -232,43 +230,36 @@ def _load_windows(
     folder: Path,
 ) -> Corpus:
     for document in documents:
-        if document.prompt is not None or document.messages:
-            has = "is a conversation" if document.messages else "has a prompt"
-            raise ValueError(
-                f"{document.name} {has}, which windows would separate from its response; "
-                "use data.layout=documents"
-            )
+        document.check_plain("use data.layout=documents")
     text = corpora.join_documents(documents)
-    if len(text) < 2:
-        raise ValueError(f"{name} has {len(text)} characters, too short to split; use more text")
-    parts: dict[str, str] = dict(zip(PARTS, corpora.split_text(text, held_out), strict=True))
-    coder = _make(tokenizer, text, parts["train"])
+    parts = corpora.split_text(text, held_out, name=name)
+    coder = _make(tokenizer, text, parts[0])
     sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
     key = _cache_key(sha256, coder, held_out)
-    paths = {part: folder / f"tokens-{key}-{part}.npy" for part in PARTS}
-    missing = [part for part in PARTS if not is_intact(paths[part])]
+    paths = [folder / f"tokens-{key}-{part}.npy" for part in PARTS]
+    missing = [number for number, path in enumerate(paths) if not is_intact(path)]
     try:
         # Both parts are encoded before either of them is written, so that an error leaves no file.
-        encoded = {part: coder.encode(parts[part]) for part in missing}
+        encoded = [(paths[number], _encode(coder, parts[number])) for number in missing]
     except ValueError:
         # The error names the document and the position in it.
         for _ in _encode_documents(coder, documents):
             pass
         raise
-    for part, ids in encoded.items():
-        write_tokens(paths[part], ids, vocab_size=coder.vocab_size)
-    counts = {part: len(open_tokens(path)) for part, path in paths.items()}
-    _check_fills_a_row(name, counts["train"], seq_len)
+    for path, ids in encoded:
+        write_tokens(path, ids, vocab_size=coder.vocab_size)
+    num_train, num_val = (len(open_tokens(path)) for path in paths)
+    check_fills_a_row(name, num_train, seq_len)
     return Corpus(
         name=name,
         tokenizer=coder,
-        train_rows=paths["train"],
-        val_rows=paths["val"],
+        train_rows=paths[0],
+        val_rows=paths[1],
         sha256=sha256,
-        num_train_characters=len(parts["train"]),
-        num_val_characters=len(parts["val"]),
-        num_train_tokens=counts["train"],
-        num_val_tokens=counts["val"],
+        num_train_characters=len(parts[0]),
+        num_val_characters=len(parts[1]),
+        num_train_tokens=num_train,
+        num_val_tokens=num_val,
     )
 
 
@@ -286,16 +277,13 @@ def _cache_key(sha256: str, tokenizer: Tokenizer, held_out: float, *more: Any) -
     return hashlib.sha256(encoded).hexdigest()[:32]
 
 
-def _all_text(documents: Sequence[Document]) -> str:
-    return "\n\n".join(f"{document.prompt or ''}{document.text}" for document in documents)
-
-
-def _check_fills_a_row(name: str, num_tokens: int, seq_len: int) -> None:
-    if num_tokens < seq_len:
-        raise ValueError(
-            f"{name} has {num_tokens} training tokens, fewer than one window of "
-            f"seq_len={seq_len}; use more text or a smaller seq_len"
-        )
+def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """The ids of a text; ValueError for a character without one, which a published tokenizer can
+    drop.
+    """
+    if isinstance(tokenizer, HubTokenizer):
+        tokenizer.refuse_lost(text)
+    return tokenizer.encode(text)
 
 
 def _encode_documents(
@@ -305,11 +293,12 @@ def _encode_documents(
     chat: TurnEncoder | None = None,
 ) -> Iterator[Encoded]:
     """Yields the ids of each document; an error names the document."""
-    prefix = np.array(prefix_ids, np.int32)
     for document in documents:
         given = None
         try:
             if document.messages and chat is not None:
+                for message in document.messages:
+                    _encode(tokenizer, message["content"])
                 # The template itself writes BOS, as in a chat.
                 for given, ids in chat.turns(document.messages):
                     # Every row ends with EOS, which a template can write, too.
@@ -317,8 +306,9 @@ def _encode_documents(
                     yield document.name, given, ids[: ends[0]] if ends.size else ids
                 continue
             if document.prompt is not None:
-                given = np.concatenate([prefix, tokenizer.encode(document.prompt)])
-            ids = tokenizer.encode(document.text)
+                prompt = _encode(tokenizer, document.prompt)
+                given = np.concatenate([np.array(prefix_ids, np.int32), prompt])
+            ids = _encode(tokenizer, document.text)
         except ValueError as error:
             raise ValueError(f"{document.name}: {error}") from None
         yield document.name, given, ids
@@ -352,46 +342,36 @@ def _load_shards(
     """The corpus of the shards under `roots`, which are not loaded into memory."""
     indices = [read_index(root) for root in roots]
     first = indices[0]
+    facts = (fingerprint(first.tokenizer), first.dtype, first.record_tokens)
     for root, index in zip(roots, indices, strict=True):
-        if fingerprint(index.tokenizer) != fingerprint(first.tokenizer):
+        if (fingerprint(index.tokenizer), index.dtype, index.record_tokens) != facts:
             raise ValueError(
-                f"data.source: {root} was made with a different tokenizer from {roots[0]}; "
-                "use the same tokenizer for both"
+                f"data.source: {root} has a different tokenizer or record size from {roots[0]}; "
+                "rebuild it"
             )
-        if (index.dtype, index.record_tokens) != (first.dtype, first.record_tokens):
-            raise ValueError(
-                f"data.source: {root} has a different record size from {roots[0]}; rebuild it"
-            )
-    if isinstance(tokenizer, str) and tokenizer.startswith("bpe:"):
-        raise ValueError(
-            f"data.tokenizer={tokenizer!r} would train a tokenizer, but {roots[0]} has one; "
-            f"use data.tokenizer=corpus"
-        )
-    if tokenizer not in _OWN and fingerprint(_make(tokenizer, "", "")) != fingerprint(
-        first.tokenizer
+    if tokenizer not in _OWN and (
+        (isinstance(tokenizer, str) and tokenizer.startswith("bpe:"))
+        or fingerprint(_make(tokenizer, "", "")) != facts[0]
     ):
         raise ValueError(
             f"data.source: {roots[0]} was made with a different tokenizer from data.tokenizer; "
             f"rebuild it with that tokenizer, or use data.tokenizer=corpus"
         )
-    shards = {
-        part: [
-            TokenShards.of(root, index, part, folder)
-            for root, index in zip(roots, indices, strict=True)
-        ]
-        for part in PARTS
-    }
     if weights and len(weights) != len(roots):
         raise ValueError(
             f"data.weights has {len(weights)} numbers for {len(roots)} corpora; pass one per corpus"
         )
-    quotas = quotas_of(tuple(map(float, weights or map(len, shards["train"]))))
+    train, val = (
+        [TokenShards.of(*of, part, folder) for of in zip(roots, indices, strict=True)]
+        for part in PARTS
+    )
+    quotas = quotas_of(tuple(map(float, weights or map(len, train))))
     used = [number for number, quota in enumerate(quotas) if quota]
     for number in used:
-        _check_fills_a_row(roots[number], len(shards["train"][number]), seq_len)
-    for one in (*shards["train"], *shards["val"]):
-        one.check()
-    train, val = ([shards[part][number] for number in used] for part in PARTS)
+        check_fills_a_row(roots[number], len(train[number]), seq_len)
+    for shards in (*train, *val):
+        shards.check()
+    train, val = ([part[number] for number in used] for part in (train, val))
     sums = [indices[number].sha256 for number in used]
     mixture = ShardMixture(tuple(train), tuple(quotas[number] for number in used))
     return Corpus(

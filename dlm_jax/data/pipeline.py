@@ -1,47 +1,38 @@
 """Token files, and batches of rows. The global batch does not depend on the number of processes.
 
-A token file is one flat .npy array of ids with a checksum at the end. It is an ordinary .npy file
-with the smallest integer type for the vocabulary. Any program can read it, and training processes
-map it into memory. The last 4 bytes, which .npy readers ignore, are the CRC32 of the rest. Files
-are written atomically, even by concurrent writers. The row boundaries of a token file are stored in
-the same format (`DocumentRows`).
+A token file is one flat .npy array of ids, in the smallest integer type for the vocabulary, whose
+last 4 bytes, which .npy readers ignore, are the CRC32 of the rest. It is mapped into memory and
+written atomically, even by concurrent writers. The row boundaries of documents are stored in the
+same format (`DocumentRows`).
 
-Each row of a batch is a window of a text, or contains one document. Both kinds of sources map row
-numbers to rows `{"tokens": int32 [b, L], "length": int32 [b], "given": int32 [b]}`, where `given`
-is the number of leading prompt tokens, which are never noised and never targets. Only the fields of
-a source are pickled; each process maps the file on first read.
+Each row of a batch is a window of a text, or contains one document: `{"tokens": int32 [b, L],
+"length": int32 [b], "given": int32 [b]}`, where `given` is the number of leading prompt tokens,
+which are never noised and never targets.
 
 An epoch of documents contains each row once, in shuffled order. For an epoch of windows, the
 training text is cut into adjacent windows from a new random offset, and the windows are shuffled.
 Each token occurs once per epoch (except for fewer than two windows of tokens at the ends of the
-text), at a new position in its window. Windows at independent offsets would miss 37% of the text
-after the same number of tokens. The content of a row is a pure function of the files, the seed and
-the row's index in an endless stream. Therefore a process computes only its own rows, batches are
-independent, and resuming is O(1).
-
-Grain's `shuffle().repeat().batch()` is not used, because it passes every row of every process
-through every stage (16 us per row). Grain's index shuffle permutes a range far larger than the few
-hundred windows of a small corpus (25-90 us per row), so short epochs are shuffled with a table.
+text), at a new position in its window. The content of a row is a pure function of the files, the
+seed and the row's index in an endless stream. Therefore a process computes only its own rows,
+batches are independent, and resuming is O(1).
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dlm_jax.data.shards import Mapped, ShardMixture, TokenShards, joined
+from dlm_jax.data.shards import ShardMixture, TokenShards, joined
 from dlm_jax.store.files import crc_of, refused_unless_full, replacing
-
-if TYPE_CHECKING:
-    import grain
 
 _CHECKSUM_BYTES = 4
 # The CRC32 of any bytes followed by their own CRC32.
@@ -118,18 +109,14 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class TokenFile(Mapped):
+class TokenFile:
     """The ids in a token file, mapped on first read."""
 
-    path: str | os.PathLike[str]
-
-    @property
-    def name(self) -> str:
-        return os.fspath(self.path)
+    name: str | os.PathLike[str]
 
     @cached_property
     def _ids(self) -> np.ndarray:
-        return open_tokens(self.path)
+        return open_tokens(self.name)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -139,7 +126,7 @@ class TokenFile(Mapped):
 
 
 @dataclass(frozen=True)
-class DocumentRows(Mapped):
+class DocumentRows:
     """Rows that each contain one document, or one part of a document that is longer than a row.
 
     Attributes:
@@ -209,8 +196,8 @@ Encoded = tuple[str, np.ndarray | None, np.ndarray]
 
 def cut_into_rows(
     documents: Iterable[Encoded], *, seq_len: int, prefix_ids: Sequence[int] = ()
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns chunks whose concatenation is the tokens of all n rows, and the bounds, `[2n + 1]`.
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of all n rows, concatenated, and their bounds, `[2n + 1]`.
 
     Each row of plain text begins with `prefix_ids`, which are given; prompts are complete. Plain
     text longer than a row is cut into consecutive rows. The last part has no EOS if it fills its
@@ -239,73 +226,11 @@ def cut_into_rows(
             parts.append(prompt)
             parts.append(text)
             bounds += [bounds[-1] + len(prompt), bounds[-1] + needed - 1]
-    return parts, np.array(bounds, np.int64)
+    return np.concatenate(parts), np.array(bounds, np.int64)
 
 
 RowSource = str | os.PathLike[str] | DocumentRows | TokenShards | ShardMixture
 """A source of rows: a token file, documents, shards of a corpus, or a mixture of corpora."""
-
-# Epochs with fewer rows are shuffled with a table (8 MiB), and longer epochs with grain's cipher,
-# which needs no memory. The number of rounds of the cipher is that of grain's `shuffle`.
-_TABLE_LIMIT = 1 << 20
-_CIPHER_ROUNDS = 4
-
-
-def train_dataset(
-    source: RowSource,
-    *,
-    seq_len: int,
-    batch_size: int,
-    seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> grain.MapDataset:
-    """A dataset whose element s is this process's part of the global batch of step s.
-
-    An element is `{"tokens": int32 [b, seq_len], "length": int32 [b], "given": int32 [b]}`, where
-    b is `batch_size / process_count`. Process p holds rows `[p*b, (p+1)*b)` of the global batch.
-    The first `given` tokens of a row are a prompt.
-
-    Args:
-      source: `Corpus.train_rows`, or a token file to cut into windows.
-      seq_len: number of tokens per row, at least 1.
-      batch_size: number of rows in the global batch.
-      seed: seed of the row order, in [0, 2**32).
-      process_index: index of this process, in [0, process_count).
-      process_count: number of processes among which the global batch is divided.
-    """
-    _check_positive(seq_len=seq_len, batch_size=batch_size)
-    if not 0 <= process_index < process_count:
-        raise ValueError(
-            f"process_index={process_index} is outside [0, {process_count}); "
-            "number the processes from 0"
-        )
-    if batch_size % process_count:
-        raise ValueError(
-            f"batch_size={batch_size} is not a multiple of the {process_count} processes; "
-            f"use {max(1, batch_size // process_count) * process_count}"
-        )
-    if not 0 <= seed < 1 << 32:
-        raise ValueError(f"seed={seed} is outside [0, 2**32); use a seed in this range")
-    num_rows = batch_size // process_count
-    mixture = source if isinstance(source, ShardMixture) else None
-    parts = source.sources if isinstance(source, ShardMixture) else (source,)
-    rows = tuple(_rows(part, seq_len) for part in parts)
-    read = _ReadBatch(rows, mixture, seed, batch_size, process_index * num_rows, num_rows)
-    return _mapped(read)
-
-
-def _check_positive(**sizes: int | None) -> None:
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} is less than 1; use a positive number")
-
-
-def _mapped(read: Callable[[int], Any]) -> grain.MapDataset:
-    # Imported here, because only training needs it and it is slow.
-    import grain
-
-    return grain.MapDataset.range(sys.maxsize).map(read)
 
 
 def train_batches(
@@ -318,44 +243,68 @@ def train_batches(
     process_count: int = 1,
     start_step: int = 0,
     prefetch: int = 4,
-    took: Callable[[float], None] | None = None,
-) -> grain.DatasetIterator:
-    """An endless iterator over `train_dataset` that starts at `start_step` and prefetches in a
-    thread.
+    took: Callable[[float], None] = lambda seconds: None,
+) -> Iterator[Columns]:
+    """An endless iterator over this process's parts of the global batches from `start_step` on.
 
-    `get_state()` returns a small dict for `set_state` that does not count prefetched batches, so
-    grain's checkpoint handlers can save the iterator. Alternatively, pass the step number as
-    `start_step` to resume a run. If `prefetch` is 0, the calling thread reads the batches. The
-    thread that reads the batches calls `took` with the seconds that each batch took.
+    An element is `{"tokens": int32 [b, seq_len], "length": int32 [b], "given": int32 [b]}`, where
+    b is `batch_size / process_count`. Process p holds rows `[p*b, (p+1)*b)` of the global batch.
+    The first `given` tokens of a row are a prompt.
+
+    Args:
+      source: `Corpus.train_rows`, or a token file to cut into windows.
+      seq_len: number of tokens per row, at least 1.
+      batch_size: number of rows in the global batch.
+      seed: seed of the row order, in [0, 2**32).
+      process_index: index of this process, in [0, process_count).
+      process_count: number of processes among which the global batch is divided.
+      start_step: step of the first batch.
+      prefetch: number of batches that a thread reads ahead; 0: the calling thread reads.
+      took: called with the seconds that reading each batch took.
     """
-    for field, value in (("start_step", start_step), ("prefetch", prefetch)):
-        if value < 0:
-            raise ValueError(f"{field}={value} is negative; use 0 or more")
-    dataset = read = train_dataset(
-        source,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        seed=seed,
-        process_index=process_index,
-        process_count=process_count,
-    )
-    if took is not None:
+    if batch_size % process_count:
+        raise ValueError(
+            f"batch_size={batch_size} is not a multiple of the {process_count} processes; "
+            f"use {max(1, batch_size // process_count) * process_count}"
+        )
+    mixture = source if isinstance(source, ShardMixture) else None
+    parts = source.sources if isinstance(source, ShardMixture) else (source,)
+    rows = [_rows(part, seq_len) for part in parts]
+    size = batch_size // process_count
 
-        def timed(step: int) -> Any:
-            start = time.perf_counter()
-            batch = dataset[step]
-            took(time.perf_counter() - start)
-            return batch
+    def place(part: int, row: int) -> Place:
+        """The `Place` of row `row` in the endless stream of a part."""
+        epoch, index = divmod(row, len(rows[part]))
+        shuffle_seed, epoch_bits = _epoch_bits(seed, epoch, part)
+        return _shuffled(index, size=len(rows[part]), seed=shuffle_seed), epoch_bits
 
-        read = _mapped(timed)
-    import grain
+    def read(step: int) -> Columns:
+        start = time.perf_counter()
+        first = step * batch_size + process_index * size
+        numbers = range(first, first + size)
+        if mixture is None:
+            batch = rows[0].read([place(0, row) for row in numbers])
+        else:
+            located = [mixture.locate(row, seed) for row in numbers]
+            read = [rows[part].read([place(part, row)]) for part, row in located]
+            batch = {name: np.concatenate([row[name] for row in read]) for name in read[0]}
+        took(time.perf_counter() - start)
+        return batch
 
+    return _in_order(read, start_step, prefetch)
+
+
+def _in_order(read: Callable[[int], Columns], step: int, prefetch: int) -> Iterator[Columns]:
+    if not prefetch:
+        yield from map(read, itertools.count(step))
     # One thread is enough, because a batch takes far less time than a step; more threads would
     # compete for the GIL.
-    options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
-    batches = iter(read.to_iter_dataset(options))
-    grain.experimental.set_next_index(batches, start_step)
-    return batches
+    with ThreadPoolExecutor(1) as pool:
+        ahead = deque(pool.submit(read, step + number) for number in range(prefetch))
+        for later in itertools.count(step + prefetch):
+            batch = ahead.popleft().result()
+            ahead.append(pool.submit(read, later))
+            yield batch
 
 
 def validation_windows(
@@ -379,15 +328,12 @@ def validation_windows(
       multiple_of: divisor of N. Rows of length 0 are appended until N is a multiple of
         `multiple_of`, so that a batch can be divided evenly among devices.
     """
-    _check_positive(seq_len=seq_len, max_windows=max_windows, multiple_of=multiple_of)
     if isinstance(source, ShardMixture):
         source = joined(source.sources)
     if isinstance(source, DocumentRows):
         batch = source.rows(_spread(len(_rows(source, seq_len)), max_windows))
     else:
-        ids = _ids(source)
-        if not len(ids):
-            raise ValueError(f"{ids.name} has no tokens; hold out more text")
+        ids = source if isinstance(source, TokenShards) else TokenFile(source)
         starts = _spread(-(-len(ids) // seq_len), max_windows) * seq_len
         tokens = np.full((len(starts), seq_len), pad_id, np.int32)
         length = np.minimum(seq_len, len(ids) - starts).astype(np.int32)
@@ -395,13 +341,12 @@ def validation_windows(
             ids.read_into(row[:size], int(start))
         batch = {"tokens": tokens, "length": length, "given": np.zeros_like(length)}
     num_empty = -len(batch["length"]) % multiple_of
-    fills = {"tokens": pad_id, "length": 0, "given": 0}
-    return {
-        name: np.pad(
-            array, [(0, num_empty)] + [(0, 0)] * (array.ndim - 1), constant_values=fills[name]
-        )
-        for name, array in batch.items()
+    empty = {
+        "tokens": np.full((num_empty, seq_len), pad_id, np.int32),
+        "length": np.zeros(num_empty, np.int32),
+        "given": np.zeros(num_empty, np.int32),
     }
+    return {name: np.concatenate([array, empty[name]]) for name, array in batch.items()}
 
 
 def _spread(count: int, limit: int | None) -> np.ndarray:
@@ -410,29 +355,21 @@ def _spread(count: int, limit: int | None) -> np.ndarray:
     return np.arange(taken) * count // taken
 
 
-Ids = TokenFile | TokenShards
-"""A long sequence of ids, read in slices."""
-
-
 @dataclass(frozen=True)
-class Windows(Mapped):
+class Windows:
     """Consecutive windows of `seq_len` ids, starting at an offset that the epoch's bits
     determine.
     """
 
-    ids: Ids
+    ids: TokenFile | TokenShards
     seq_len: int
-
-    @cached_property
-    def _num_starts(self) -> int:
-        return len(self.ids) - self.seq_len + 1
 
     def __len__(self) -> int:
         # An epoch has one window fewer than fit, so that the offset can vary by a whole window.
-        return max(1, self._num_starts // self.seq_len)
+        return max(1, (len(self.ids) - self.seq_len + 1) // self.seq_len)
 
     def read(self, places: Sequence[Place]) -> Columns:
-        num_offsets = self._num_starts - (len(self) - 1) * self.seq_len
+        num_offsets = len(self.ids) - len(self) * self.seq_len + 1
         tokens = np.empty((len(places), self.seq_len), np.int32)
         for row, (index, epoch_bits) in zip(tokens, places, strict=True):
             self.ids.read_into(row, epoch_bits % num_offsets + index * self.seq_len)
@@ -440,16 +377,10 @@ class Windows(Mapped):
         return {"tokens": tokens, "length": length, "given": np.zeros_like(length)}
 
 
-def _ids(source: str | os.PathLike[str] | TokenShards) -> Ids:
-    return source if isinstance(source, TokenShards) else TokenFile(source)
-
-
 def _rows(
     source: str | os.PathLike[str] | DocumentRows | TokenShards, seq_len: int
 ) -> Windows | DocumentRows:
-    """Returns the rows of `source`, after checking that there is at least one and that rows have
-    `seq_len` tokens.
-    """
+    """The rows of `source`, which has at least one, and whose rows have `seq_len` tokens."""
     if isinstance(source, DocumentRows):
         if seq_len != source.seq_len:
             raise ValueError(
@@ -457,41 +388,23 @@ def _rows(
                 f"seq_len={seq_len}; load the corpus with that seq_len"
             )
         return source
-    ids = _ids(source)
-    if len(ids) < seq_len:
-        raise ValueError(
-            f"{ids.name} has {len(ids)} tokens, fewer than one window of "
-            f"seq_len={seq_len}; use more text or a seq_len of at most {max(1, len(ids))}"
-        )
+    ids = source if isinstance(source, TokenShards) else TokenFile(source)
+    check_fills_a_row(ids.name, len(ids), seq_len)
     return Windows(ids, seq_len)
 
 
-@dataclass(frozen=True)
-class _ReadBatch:
-    """Maps a step to rows `[first_row, first_row + num_rows)` of the step's global batch."""
+def check_fills_a_row(name: str | os.PathLike[str], num_tokens: int, seq_len: int) -> None:
+    if num_tokens < seq_len:
+        raise ValueError(
+            f"{name} has {num_tokens} training tokens, fewer than one window of "
+            f"seq_len={seq_len}; use more text or a smaller seq_len"
+        )
 
-    parts: tuple[Windows | DocumentRows, ...]
-    mixture: ShardMixture | None
-    seed: int
-    batch_size: int
-    first_row: int
-    num_rows: int
 
-    def __call__(self, step: int) -> Columns:
-        first = step * self.batch_size + self.first_row
-        numbers = range(first, first + self.num_rows)
-        if self.mixture is None:
-            return self.parts[0].read([self._place(0, row) for row in numbers])
-        found = [self.mixture.locate(row, self.seed) for row in numbers]
-        read = [self.parts[part].read([self._place(part, row)]) for part, row in found]
-        return {name: np.concatenate([row[name] for row in read]) for name in read[0]}
-
-    def _place(self, part: int, row: int) -> Place:
-        """The `Place` of row `row` in the endless stream of a part."""
-        size = len(self.parts[part])
-        epoch, index = divmod(row, size)
-        shuffle_seed, epoch_bits = _epoch_bits(self.seed, epoch, part)
-        return _shuffled(index, size=size, seed=shuffle_seed), epoch_bits
+# Epochs with fewer rows are shuffled with a table (8 MiB), and longer epochs with grain's cipher,
+# which needs no memory. The number of rounds of the cipher is that of grain's `shuffle`.
+_TABLE_LIMIT = 1 << 20
+_CIPHER_ROUNDS = 4
 
 
 def _shuffled(index: int, *, size: int, seed: int) -> int:

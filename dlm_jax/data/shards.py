@@ -10,10 +10,9 @@ A shard is an ArrayRecord file. The first record of a shard is JSON that identif
 (see `fingerprint`). The other records contain `record_tokens` little-endian ids each; the last
 record can be shorter. The ids encode consecutive documents, each followed by EOS.
 
-The ids of all shards form one sequence, which is never loaded completely. Only the required records
-are read, and ArrayRecord verifies their checksums. Files in buckets are copied into the cache and
-verified then, because rows are read in random order. The number of open files is bounded, which
-also bounds the memory.
+The ids of all shards form one sequence, of which only the required records are read; ArrayRecord
+verifies their checksums. Files in buckets are copied into the cache and verified then, because rows
+are read in random order.
 
 A mixture divides its rows into blocks of `BLOCK` rows. Each corpus has a fixed number of rows per
 block, in a different random order in each block, so the source of any row can be computed directly.
@@ -27,7 +26,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -46,6 +44,7 @@ from dlm_jax.store.files import (
     located,
     reachable,
     read_line,
+    said,
     size_and_crc,
     write_line,
 )
@@ -124,16 +123,9 @@ class DamagedShard(ValueError):
     """An error for a shard that does not match its index."""
 
 
-class Mapped:
-    """A source that drops its mapped files (fields that begin with an underscore) when pickled."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
-
-
 @dataclass(frozen=True)
-class TokenShards(Mapped):
-    """The concatenated ids of the shards."""
+class TokenShards:
+    """The concatenated ids of the shards `paths`."""
 
     paths: tuple[str, ...]
     shards: tuple[Shard, ...]
@@ -146,9 +138,8 @@ class TokenShards(Mapped):
     def of(cls, directory: str, index: Index, part: str, cache_dir: Path) -> TokenShards:
         """The shards of one part (``train`` or ``val``) of the corpus in `directory`."""
         shards: tuple[Shard, ...] = getattr(index, part)
-        root = located(directory)
         return cls(
-            paths=tuple(str(root / shard.name) for shard in shards),
+            paths=tuple(str(located(directory) / shard.name) for shard in shards),
             shards=shards,
             dtype=index.dtype,
             record_tokens=index.record_tokens,
@@ -158,7 +149,7 @@ class TokenShards(Mapped):
 
     @property
     def name(self) -> str:
-        return os.path.dirname(self.paths[0]) if self.paths else "the corpus"
+        return os.path.dirname(self.paths[0])
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -190,29 +181,30 @@ class TokenShards(Mapped):
             parts = self._reader(shard).read(record + 1, last + 2)
         except (RuntimeError, IndexError, OSError) as error:
             raise DamagedShard(
-                f"{self.paths[shard]} is damaged at record {record + 1} "
-                f"({' '.join(str(error).split())[:150]}); copy the shard again"
+                f"{self.paths[shard]} is damaged at record {record + 1} ({said(error)}); copy it "
+                "again"
             ) from None
-        ids = np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), self.dtype)
+        ids = np.frombuffer(b"".join(parts), self.dtype)
         skipped = first - record * self.record_tokens
         if len(ids) < skipped + stop - first:
             raise DamagedShard(f"{self.paths[shard]} has fewer tokens than its index lists")
         return ids[skipped : skipped + stop - first]
 
     def _open(self, shard: int) -> Any:
-        path, local = self.paths[shard], self._local(shard)
+        path, facts, local = self.paths[shard], self.shards[shard], self._local(shard)
         try:
+            if os.stat(local).st_size != facts.num_bytes:
+                raise ValueError(f"it has not {facts.num_bytes} bytes")
             reader = array_record_module.ArrayRecordReader(
                 local, _OPTIONS, file_reader_buffer_size=1 << 12
             )
             header = json.loads(reader.read(0, 1)[0])
-        except (RuntimeError, IndexError, ValueError):
-            raise DamagedShard(f"{path} is not a shard of a corpus; copy it again") from None
-        if header.get("tokenizer") != self.tokenizer_sha256:
+            if header.get("tokenizer") != self.tokenizer_sha256:
+                raise ValueError("it was made with a different tokenizer from its index")
+        except (RuntimeError, IndexError, ValueError, OSError) as error:
             raise DamagedShard(
-                f"{path} was made with a different tokenizer from its index; restore the shard "
-                f"of this corpus"
-            )
+                f"{path} is not this shard of the corpus ({said(error)}); copy it again"
+            ) from None
         return reader
 
     def _local(self, shard: int) -> str:
@@ -224,11 +216,6 @@ class TokenShards(Mapped):
         copy = Path(self.cache_dir) / f"{origin}-{facts.name}"
         if not copy.exists() or copy.stat().st_size != facts.num_bytes:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(copy.parent).free < facts.num_bytes:
-                raise ValueError(
-                    f"data.cache_dir={copy.parent} has no space for {path} ({facts.num_bytes} "
-                    f"bytes); use a larger disk, or mount the bucket and pass the mounted path"
-                )
             with reachable("data.source", path):
                 copy_whole(located(path), located(copy))
             if size_and_crc(located(copy)) != (facts.num_bytes, facts.crc32):
@@ -241,20 +228,9 @@ class TokenShards(Mapped):
 
         Shards in buckets are verified when they are copied, and records when they are read.
         """
-        for number, (path, facts) in enumerate(zip(self.paths, self.shards, strict=True)):
-            if is_remote(path):
-                continue
-            try:
-                size = os.stat(path).st_size
-            except OSError as error:
-                raise DamagedShard(
-                    f"{path} cannot be read ({error.strerror}); copy the shard again"
-                ) from None
-            if size != facts.num_bytes:
-                raise DamagedShard(
-                    f"{path} has {size} bytes instead of {facts.num_bytes}; copy the shard again"
-                )
-            self._reader(number)
+        for number, path in enumerate(self.paths):
+            if not is_remote(path):
+                self._reader(number)
 
 
 def joined(parts: Sequence[TokenShards]) -> TokenShards:
@@ -289,19 +265,17 @@ def quotas_of(weights: tuple[float, ...]) -> tuple[int, ...]:
     """The number of rows of each corpus per block, by the largest-remainder method; 0 for a weight
     of 0.
     """
-    if not all(np.isfinite(weight) and weight >= 0 for weight in weights):
-        raise ValueError(f"data.weights={list(weights)} must be numbers of at least 0")
-    if not sum(weights) > 0:
-        raise ValueError(f"data.weights={list(weights)} sum to 0; raise one of them")
-    exact = np.array(weights, np.float64) / sum(weights) * BLOCK
+    exact = (
+        np.array(weights, np.float64) / sum(weights) * BLOCK if sum(weights) > 0 else np.zeros(1)
+    )
     quotas = np.floor(exact).astype(int)
     order = np.argsort(quotas - exact, kind="stable")
     quotas[order[: BLOCK - quotas.sum()]] += 1
-    for weight, quota in zip(weights, quotas, strict=True):
-        if weight > 0 and quota == 0:
-            raise ValueError(
-                f"data.weights: {weight} gives less than one row in {BLOCK}; raise it or use 0"
-            )
+    if not exact.any() or not (exact >= 0).all() or ((exact > 0) & (quotas == 0)).any():
+        raise ValueError(
+            f"data.weights={list(weights)} must be numbers of at least 0, not all 0, and each 0 or "
+            f"at least 1/{BLOCK} of their sum"
+        )
     return tuple(int(quota) for quota in quotas)
 
 

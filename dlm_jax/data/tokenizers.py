@@ -2,19 +2,16 @@
 
 A vocabulary consists of the text ids, followed by the special tokens in the order MASK, PAD, BOS,
 EOS. Tokenizers are immutable and can be pickled, and tokenizers with the same fields are equal.
-Checkpoints store tokenizers as JSON, which `to_json` writes and `from_json` reads. `make_tokenizer`
-creates a tokenizer from a kind and a text.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -40,55 +37,44 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of ids, including special tokens; every id is in `[0, vocab_size)`."""
-        ...
 
     @property
     def mask_id(self) -> int:
         """The id of a hole."""
-        ...
 
     @property
     def pad_id(self) -> int:
         """The id that fills a canvas beyond `length`."""
-        ...
 
     @property
     def bos_id(self) -> int | None:
         """The id that begins a text, or None."""
-        ...
 
     @property
     def eos_id(self) -> int:
         """The id that ends a generation."""
-        ...
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that samplers never propose, ascending: MASK, PAD, BOS and undecodable ids."""
-        ...
 
     @property
     def space_id(self) -> int | None:
         """The id of the piece `" "`, which structural edits insert, or None."""
-        ...
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, int32 `[n]`, without special tokens. Raises ValueError for text
         without ids.
         """
-        ...
 
     def decode(self, ids: Any) -> str:
         """The text of `ids`. Special tokens have no text."""
-        ...
 
     def piece_id(self, piece: str) -> int | None:
         """The single id that encodes `piece`, or None."""
-        ...
 
     def to_json(self) -> dict[str, Any]:
         """A plain JSON dict with a `type`, from which `from_json` restores an equal tokenizer."""
-        ...
 
 
 def text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -120,10 +106,9 @@ def bytes_of(tokenizer: Tokenizer, id_: int) -> bytes | None:
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises an error if a tokenizer has more ids than a model of `vocab_size` logits.
+    """Raises ValueError if a tokenizer has more ids than a model of `vocab_size` logits.
 
-    Fewer ids than logits are allowed, because published models pad their vocabulary. Logits with
-    index `tokenizer.vocab_size` or higher have no token, so sampling must ban them.
+    Published models pad their vocabulary, so it can have fewer.
     """
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
@@ -161,9 +146,8 @@ def utf8(text: str) -> bytes:
         ) from None
 
 
-@dataclass(unsafe_hash=True)
 class _Stored:
-    """A tokenizer that is stored and pickled as its fields."""
+    """A tokenizer that is stored and pickled as the fields of its dataclass."""
 
     kind: ClassVar[str]
 
@@ -175,17 +159,15 @@ class _Stored:
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": self.kind} | dict(zip(_keys(type(self)), self.__reduce__()[1], strict=True))
+        names = [one.name for one in dataclasses.fields(self) if one.init]  # type: ignore[arg-type]
+        return {"type": self.kind} | {_KEYS.get(n, n): getattr(self, n) for n in names}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = (one.name for one in dataclasses.fields(self) if one.init)
-        return type(self), tuple(getattr(self, name) for name in names)
+        return from_json, (self.to_json(),)
 
 
-def _keys(made: type[_Stored]) -> list[str]:
-    """The keys of the stored fields of a tokenizer."""
-    names = (one.name for one in dataclasses.fields(made) if one.init)
-    return ["tokenizer_json" if name == "content" else name for name in names]
+_KEYS = {"content": "tokenizer_json"}
+"""Keys in JSON of the fields that have another name there."""
 
 
 class _WithSpecials(_Stored):
@@ -240,11 +222,10 @@ class CharacterTokenizer(_WithSpecials):
     characters: str
 
     def __post_init__(self) -> None:
-        if not self.characters:
-            raise ValueError("characters is empty; pass at least one character")
-        if list(self.characters) != sorted(set(self.characters)):
+        if not self.characters or list(self.characters) != sorted(set(self.characters)):
             raise ValueError(
-                "characters are not distinct and ascending; use CharacterTokenizer.of(text)"
+                "characters are not distinct and ascending, or there are none; "
+                "use CharacterTokenizer.of(text)"
             )
         self._set_ids(len(self.characters))
 
@@ -262,12 +243,7 @@ class CharacterTokenizer(_WithSpecials):
         ids = np.searchsorted(self._points, points).astype(np.int32)
         is_known = self._points[np.minimum(ids, self.num_text_ids - 1)] == points
         if not is_known.all():
-            position = int(np.argmin(is_known))
-            raise ValueError(
-                f"the character {text[position]!a} (U+{points[position]:04X}) at position "
-                f"{position} is not one of the {self.num_text_ids} characters of the tokenizer; "
-                "remove it, or train a model with the byte tokenizer"
-            )
+            _refuse(text, int(np.argmin(is_known)))
         return ids
 
     def decode(self, ids: Any) -> str:
@@ -282,6 +258,13 @@ class CharacterTokenizer(_WithSpecials):
 def _code_points(text: str) -> np.ndarray:
     """Unicode code points of `text`, uint32 `[n]`, including lone surrogates."""
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
+
+
+def _refuse(text: str, position: int) -> None:
+    raise ValueError(
+        f"the character {text[position]!a} (U+{ord(text[position]):04X}) at position {position} "
+        "has no id in this tokenizer; remove it, or train a model with the byte tokenizer"
+    )
 
 
 MOST_IDS = 2**22
@@ -340,6 +323,19 @@ class _OfFile(_Stored):
     def _read(self, data: Any) -> None:
         raise NotImplementedError
 
+    def _find_losses(self, data: Any) -> None:
+        """Notes the id of unknown characters, and whether the model can drop a character."""
+        model, backend = data["model"], self._backend
+        name, vocabulary = model.get("unk_token"), backend.get_vocab(with_added_tokens=True)
+        self._unknown_id = model.get("unk_id") if name is None else backend.token_to_id(name)
+        steps = json.dumps([data.get("pre_tokenizer"), data.get("normalizer")])
+        self._has_bytes = '"ByteLevel"' in steps and all(
+            name in vocabulary for name, byte in _BYTE_OF.items() if byte not in NEVER_IN_UTF8
+        )
+        self._may_drop = "merges" in model and not (
+            self._has_bytes or model.get("byte_fallback") or self._unknown_id is not None
+        )
+
     @cached_property
     def _textless_N(self) -> np.ndarray:
         return np.array(sorted(self.textless_ids))
@@ -358,6 +354,23 @@ class _OfFile(_Stored):
             return b""
         return _bytes_in(self._backend.id_to_token(id_) or "", str(self._backend.decoder))
 
+    def refuse_lost(self, text: str) -> None:
+        """Raises ValueError for a character of `text` for which the model has no token, and that it
+        would drop without a word.
+        """
+        if self._may_drop:
+            _refuse_uncovered(text, self._backend.encode(text, add_special_tokens=False).offsets)
+
+
+def _refuse_uncovered(text: str, offsets: list[tuple[int, int]]) -> None:
+    """Raises ValueError for the first character, other than white space, that no token covers."""
+    ends = np.array(offsets, np.int64).reshape(-1, 2)
+    change = np.bincount(ends[:, 0], minlength=len(text) + 1)
+    change -= np.bincount(ends[:, 1], minlength=len(text) + 1)
+    for position in np.flatnonzero(np.cumsum(change)[:-1] == 0):
+        if not text[position].isspace():
+            _refuse(text, int(position))
+
 
 def _bytes_in(name: str, decoder: str) -> bytes | None:
     """The bytes of a token's name in the byte-level alphabet or as ``<0xE2>``, or None for text."""
@@ -367,12 +380,6 @@ def _bytes_in(name: str, decoder: str) -> bytes | None:
         return name.encode() if is_text else bytes(map(_BYTE_OF.__getitem__, name))
     is_part = "ByteFallback" in decoder and _FALLBACK.fullmatch(name)
     return bytes.fromhex(name[3:5]) if is_part else None
-
-
-def _unknown_id(backend: tokenizers.Tokenizer, model: dict[str, Any]) -> int | None:
-    """The id of the token for unknown characters, if the model of a file has one."""
-    name = model.get("unk_token")
-    return model.get("unk_id") if name is None else backend.token_to_id(name)
 
 
 @dataclass(unsafe_hash=True)
@@ -385,7 +392,8 @@ class SubwordTokenizer(_OfFile):
     - The special tokens are the added tokens of the file with a common name (`<|mask|>`, `[PAD]`,
       `<s>`, `</s>`, ...). Missing special tokens are appended to the vocabulary: MASK, PAD, BOS,
       EOS.
-    - Text never becomes a special token: the name of a special token is encoded as text.
+    - Text never becomes a special token: the name of a special token is encoded as text, or refused
+      if the model has no other token for it.
     - Truncation, padding, BPE dropout and template specials are disabled.
     - Text that the file cannot encode raises an error, instead of being dropped or mapped to an
       unknown token.
@@ -414,66 +422,38 @@ class SubwordTokenizer(_OfFile):
 
     def _read(self, data: Any) -> None:
         self.content = json.dumps(data, separators=(",", ":"))
-        if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
-            raise ValueError("it has no model")
         model, added = data["model"], data.get("added_tokens") or []
-        self._names = _find_specials(token["content"] for token in added)
-        is_bpe = "merges" in model
-        # Merges never produce a special token. Other models would encode its name as this token, so
-        # the token is renamed.
-        inner = {name: name if is_bpe else f"\ue000{name}\ue000" for name in self._names.values()}
-        if not is_bpe and isinstance(model["vocab"], dict):
-            model["vocab"] = {inner.get(name, name): id_ for name, id_ in model["vocab"].items()}
-        elif not is_bpe:
-            model["vocab"] = [[inner.get(name, name), score] for name, score in model["vocab"]]
-        for token in added:
-            token["content"] = inner.get(token["content"], token["content"])
         model.pop("dropout", None)
         text = json.dumps(data | {"truncation": None, "padding": None})
         self._backend = backend = tokenizers.Tokenizer.from_str(text)
-        backend.add_special_tokens(list(inner.values()))
+        self._names = _find_specials(token["content"] for token in added)
+        backend.add_special_tokens(list(self._names.values()))
         backend.encode_special_tokens = True
         self._vocabulary = backend.get_vocab(with_added_tokens=True)
-        if not self._vocabulary:
-            raise ValueError("it has no tokens")
         num_tokens = max(self._vocabulary.values()) + 1
         # The number of ids is checked before memory is allocated for each id.
         if num_tokens > MOST_IDS:
-            raise ValueError(
-                f"it has the id {num_tokens - 1}, but at most {MOST_IDS} ids are allowed"
-            )
+            raise ValueError(f"it has more than {MOST_IDS} ids")
         missing = [role for role in SPECIALS if role not in self._names]
         self.vocab_size = num_tokens + len(missing)
         self._specials = {role: num_tokens + place for place, role in enumerate(missing)}
-        self._specials |= {role: self._vocabulary[inner[n]] for role, n in self._names.items()}
+        self._specials |= {role: self._vocabulary[name] for role, name in self._names.items()}
         ids = (self._specials[role] for role in SPECIALS)
         self.mask_id, self.pad_id, self.bos_id, self.eos_id = ids
-        self._unknown_id = _unknown_id(backend, model)
+        self._find_losses(data)
         empty = set(range(num_tokens)) - set(self._vocabulary.values())
         textless = empty | {*self._specials.values(), self._unknown_id}
         self.textless_ids = frozenset(id_ for id_ in textless if id_ is not None)
-        decoder, learnt = str(backend.decoder), backend.get_vocab(with_added_tokens=False)
-        impossible: set[int] = set()
-        if "ByteLevel" in decoder:
-            # In the byte-level alphabet, each of these bytes is the character with its number.
-            never = {chr(byte) for byte in NEVER_IN_UTF8}
-            impossible = {id_ for name, id_ in learnt.items() if not never.isdisjoint(name)}
-        elif "ByteFallback" in decoder:
-            names = (f"<0x{byte:02X}>" for byte in NEVER_IN_UTF8)
-            impossible = {learnt[name] for name in names if name in learnt}
+        decoder, never = str(backend.decoder), set(NEVER_IN_UTF8)
+        learnt = backend.get_vocab(with_added_tokens=False).items()
+        impossible = {id_ for name, id_ in learnt if never & {*(_bytes_in(name, decoder) or b"")}}
         self.banned_ids = tuple(sorted((self.textless_ids | impossible) - {self.eos_id}))
-        splitter, normalizer = data.get("pre_tokenizer") or {}, data.get("normalizer")
-        has_bytes = '"ByteLevel"' in json.dumps([splitter, normalizer]) and all(
-            name in self._vocabulary for name, byte in _BYTE_OF.items() if byte not in NEVER_IN_UTF8
-        )
-        is_total = has_bytes or model.get("byte_fallback") or self._unknown_id is not None
-        self._may_drop = is_bpe and not is_total
         self._may_cut = (
-            is_bpe
-            and has_bytes
-            and normalizer is None
-            and _PLAIN_BYTE_LEVEL.items() <= {"use_regex": True, **splitter}.items()
-            and all(token["special"] or token["content"] in inner.values() for token in added)
+            self._has_bytes
+            and "merges" in model
+            and data.get("normalizer") is None
+            and _PLAIN_BYTE_LEVEL.items() <= {"use_regex": True, **data["pre_tokenizer"]}.items()
+            and all(token["special"] or token["content"] in self._names.values() for token in added)
         )
 
     def encode(self, text: str) -> np.ndarray:
@@ -485,7 +465,6 @@ class SubwordTokenizer(_OfFile):
                 parts += [np.array(encoding.ids, np.int32) for encoding in encoded]
             ids = np.concatenate(parts)
         else:
-            self._refuse_dropped(text)
             try:
                 # Unlike `encode`, this method lets other threads run.
                 (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
@@ -496,6 +475,8 @@ class SubwordTokenizer(_OfFile):
                     "remove the unknown characters, or train a model with the byte tokenizer"
                 ) from None
             ids = np.array(encoding.ids, np.int32)
+            if self._may_drop:
+                _refuse_uncovered(text, encoding.offsets)
             if self._unknown_id is not None and (ids == self._unknown_id).any():
                 _refuse(text, encoding.offsets[int(np.argmax(ids == self._unknown_id))][0])
         for role, name in self._names.items():
@@ -506,44 +487,9 @@ class SubwordTokenizer(_OfFile):
                 )
         return ids
 
-    def _refuse_dropped(self, text: str) -> None:
-        """Raises ValueError for a character that the model would silently drop."""
-        if not self._may_drop:
-            return
-        normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
-        normal = normalizer.normalize_str(text) if normalizer else text
-        pieces = [piece for piece, _ in splitter.pre_tokenize_str(normal)] if splitter else [normal]
-        model = self._backend.model
-        prefix = getattr(model, "continuing_subword_prefix", None) or ""
-        suffix = getattr(model, "end_of_word_suffix", None) or ""
-        for character in sorted(set().union(*pieces)):
-            forms = {character, prefix + character, character + suffix, prefix + character + suffix}
-            if not forms & self._vocabulary.keys():
-                _refuse(text, text.find(character))
-
-    def _candidates(self, piece: str) -> Iterator[int]:
-        """Yields candidates for the id of `piece` within a text."""
-        ids = self._backend.encode(piece, add_special_tokens=False).ids
-        if len(ids) == 1:
-            yield ids[0]
-        for token in (piece, piece.replace(" ", "\u2581")):
-            if token in self._vocabulary:
-                yield self._vocabulary[token]
-
     def piece_id(self, piece: str) -> int | None:
-        """The id that appends `piece` to preceding text, or None.
-
-        The piece is tested between two other tokens, because some tokenizers treat the first token
-        of a text differently.
-        """
-        first = next(self._candidates("a"), None)
-        if not piece or first is None:
-            return None
-        alone, twice = self.decode([first]), self.decode([first, first])
-        for candidate in self._candidates(piece):
-            if self.decode([first, candidate, first]) == alone + piece + twice[len(alone) :]:
-                return candidate
-        return None
+        ids = self._backend.encode(piece, add_special_tokens=False).ids
+        return ids[0] if len(ids) == 1 and self.decode(ids) == piece else None
 
     def published(self) -> HubTokenizer:
         """The same tokenizer, with the special tokens that were appended written in its file."""
@@ -557,13 +503,13 @@ class SubwordTokenizer(_OfFile):
                 token = {"id": self._specials[role], "content": name, "special": True}
                 data["added_tokens"].append(token | _FLAGS)
         ids = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
-        made = HubTokenizer(json.dumps(data), *ids)
-        if made.vocab_size != self.vocab_size or not all(map(made.token, ids)):
+        tokenizer = HubTokenizer(json.dumps(data), *ids)
+        if tokenizer.vocab_size != self.vocab_size or not all(map(tokenizer.token, ids)):
             raise ValueError(
                 "the ids of the tokenizer.json have gaps, which its special tokens cannot follow; "
                 "train with a tokenizer.json without gaps"
             )
-        return made
+        return tokenizer
 
 
 def _find_specials(names: Iterable[str]) -> dict[str, str]:
@@ -577,13 +523,6 @@ def _find_specials(names: Iterable[str]) -> dict[str, str]:
         for role, known in _NAMES.items()
         if not cores.keys().isdisjoint(known)
     }
-
-
-def _refuse(text: str, position: int) -> None:
-    raise ValueError(
-        f"the character {text[position]!a} (U+{ord(text[position]):04X}) at position {position} "
-        "has no id in this tokenizer; remove it, or train a model with the byte tokenizer"
-    )
 
 
 def _chunks(text: str) -> Iterator[str]:
@@ -617,25 +556,17 @@ def train_bpe(text: str, vocab_size: int) -> SubwordTokenizer:
     least twice. The same text always produces the same tokenizer.
     """
     smallest = 256 + len(SPECIALS)
-    if vocab_size < smallest:
-        raise ValueError(
-            f"a BPE of {vocab_size} ids cannot contain the 256 bytes and {len(SPECIALS)} "
-            f"special tokens; use at least bpe:{smallest}"
-        )
     # The library allocates memory for all ids, and every merge requires two bytes of text.
     largest = min(smallest + len(utf8(text)), MOST_IDS)
-    if vocab_size > largest:
-        raise ValueError(
-            f"a BPE of {vocab_size} ids cannot be trained on a text of {len(text)} characters; "
-            f"use at most bpe:{largest} or more text"
-        )
-    tokenizer = SubwordTokenizer(train_json(text, vocab_size - len(SPECIALS)))
-    if tokenizer.vocab_size < vocab_size:
-        raise ValueError(
-            f"the text of {len(text)} characters supports a BPE of {tokenizer.vocab_size} ids, "
-            f"not {vocab_size}; use at most bpe:{tokenizer.vocab_size} or more text"
-        )
-    return tokenizer
+    if smallest <= vocab_size <= largest:
+        tokenizer = SubwordTokenizer(train_json(text, vocab_size - len(SPECIALS)))
+        if tokenizer.vocab_size == vocab_size:
+            return tokenizer
+        largest = tokenizer.vocab_size
+    raise ValueError(
+        f"tokenizer='bpe:{vocab_size}' cannot be trained on a text of {len(text)} characters; use "
+        f"bpe:{smallest} to bpe:{largest}, or more text"
+    )
 
 
 @dataclass(unsafe_hash=True)
@@ -675,7 +606,7 @@ class HubTokenizer(_OfFile):
         self.textless_ids = frozenset((*self._specials, *declared))
         names = map(self.token, self._specials)
         self.special_names = frozenset((*filter(None, names), *declared.values()))
-        self._unknown_id = _unknown_id(self._backend, data["model"])
+        self._find_losses(data)
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -835,10 +766,9 @@ def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[st
     return json.dumps(data)
 
 
-_BPE = "bpe:"
 TOKENIZERS = ("byte", "character")
 _KINDS: dict[str, type[Any]] = {
-    made.kind: made for made in (ByteTokenizer, CharacterTokenizer, SubwordTokenizer, HubTokenizer)
+    one.kind: one for one in (ByteTokenizer, CharacterTokenizer, SubwordTokenizer, HubTokenizer)
 }
 
 
@@ -855,36 +785,24 @@ def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> To
         return ByteTokenizer()
     if kind == "character":
         return CharacterTokenizer.of(text)
-    if kind.startswith(_BPE):
-        size = kind.removeprefix(_BPE)
-        if not (size.isascii() and size.isdigit() and len(size) < 20):
-            raise ValueError(
-                f"tokenizer={kind!r} has no size; write the number of ids, such as {_BPE}1024"
-            )
-        return train_bpe(text if train_text is None else train_text, int(size))
+    if size := re.fullmatch("bpe:([0-9]{1,19})", kind):
+        return train_bpe(text if train_text is None else train_text, int(size[1]))
     if kind.endswith(".json") or os.path.exists(os.path.expanduser(kind)):
         return SubwordTokenizer.of_file(kind)
-    known = (*TOKENIZERS, f"{_BPE}SIZE")
-    raise ValueError(f"{_unknown('tokenizer', kind, known)} or the path of a tokenizer.json")
+    known = ", ".join(TOKENIZERS)
+    raise ValueError(
+        f"tokenizer={kind!r} is unknown; use one of {known}, bpe:SIZE (such as bpe:1024) or the "
+        "path of a tokenizer.json"
+    )
 
 
 def from_json(data: Any) -> Tokenizer:
     """The tokenizer that `to_json` wrote. Raises ValueError for other data."""
-    kind = data.get("type") if isinstance(data, dict) else None
-    if kind not in _KINDS:
-        raise ValueError(_unknown("tokenizer type", kind, list(_KINDS)))
-    fields = {name: value for name, value in data.items() if name != "type"}
-    keys = _keys(_KINDS[kind])
-    texts = [fields[name] for name in keys if name in fields and not name.endswith("_id")]
-    if fields.keys() != set(keys) or not all(isinstance(text, str) for text in texts):
+    try:
+        names = {key: name for name, key in _KEYS.items()}
+        fields = {names.get(key, key): value for key, value in data.items() if key != "type"}
+        return _KINDS[data["type"]](**fields)
+    except (AttributeError, KeyError, TypeError):
         raise ValueError(
-            f"a {kind} tokenizer is stored with the fields {keys}, but the file has "
-            f"{list(fields)} or other types; it is damaged or from another program"
-        )
-    return _KINDS[kind](*map(fields.get, keys))
-
-
-def _unknown(what: str, value: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{what}={value!r} is unknown; {hint}use one of {', '.join(known)}"
+            f"{str(data)[:80]} is not a tokenizer; it is damaged or from another program"
+        ) from None

@@ -5,15 +5,16 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from corpus_cases import take
 
 from dlm_jax.data import corpus as loading
 from dlm_jax.data.corpus import load_corpus
-from dlm_jax.data.pipeline import is_intact, open_tokens, train_dataset, validation_windows
-from dlm_jax.data.text import BUILTIN_CORPUS
-from dlm_jax.data.tokenizers import TOKENIZERS, ByteTokenizer, CharacterTokenizer
+from dlm_jax.data.pipeline import is_intact, open_tokens, train_batches, validation_windows
+from dlm_jax.data.tokenizers import TOKENIZERS, CharacterTokenizer, HubTokenizer
 
 TEXT = "".join(f"line {i:04d} of the text\n" for i in range(400))
 
@@ -55,11 +56,8 @@ def test_held_out_text_is_in_no_training_window(source, tmp_path):
     corpus = load_corpus(source, cache_dir=tmp_path / "cache")
     decode = corpus.tokenizer.decode
     held_out = set(decode(open_tokens(corpus.val_rows)).splitlines())
-    dataset = train_dataset(corpus.train_rows, seq_len=100, batch_size=50, seed=0)
     seen = set()
-    for step in range(10):
-        batch = dataset[step]
-        assert batch is not None
+    for batch in take(train_batches(corpus.train_rows, seq_len=100, batch_size=50, seed=0), 10):
         for row in batch["tokens"]:
             seen.update(decode(row).splitlines()[1:-1])
     assert len(held_out) == 20
@@ -122,37 +120,23 @@ def test_many_processes_may_load_at_once(source, tmp_path):
     assert sorted(path.suffix for path in (tmp_path / "c").iterdir()) == [".npy", ".npy"]
 
 
-def test_an_existing_tokenizer_is_kept(source, tmp_path):
-    tokenizer = CharacterTokenizer.of(TEXT + "\u00e9")
-    corpus = load_corpus(source, tokenizer=tokenizer, cache_dir=tmp_path)
-    assert corpus.tokenizer is tokenizer
-
-
-def test_files_go_where_the_environment_says(source, tmp_path, monkeypatch):
-    monkeypatch.setenv("DLM_JAX_CACHE", str(tmp_path / "here"))
-    assert load_corpus(source).train_rows.parent == tmp_path / "here"
-
-
-def test_the_builtin_corpus_loads(tmp_path):
-    corpus = load_corpus(BUILTIN_CORPUS, seq_len=256, cache_dir=tmp_path)
-    assert corpus.name == BUILTIN_CORPUS
-    assert corpus.num_train_tokens > 10 * corpus.num_val_tokens
-    assert corpus.tokenizer == ByteTokenizer()
-
-
 def test_bad_input_is_refused_in_one_line_and_leaves_no_file(source, tmp_path):
     (tmp_path / "short.txt").write_text("a")
     (tmp_path / "strange.txt").write_text("text \u00e9")
     cache = tmp_path / "cache"
     letters = CharacterTokenizer.of(TEXT)
     cases = [
-        (tmp_path / "short.txt", {}, r"short\.txt has 1 characters, too short to split; use"),
+        (
+            tmp_path / "short.txt",
+            {},
+            "short.txt is one piece, of which no part can be held out; use",
+        ),
         (source, {"tokenizer": "word"}, "tokenizer='word' is unknown; use one of byte, character"),
         (source, {"held_out": 1.5}, r"held_out=1\.5 is outside"),
         (
             [source, tmp_path / "strange.txt"],
             {"tokenizer": letters},
-            r"strange\.txt: the character .*\(U\+00E9\) at position 5 is not one of",
+            r"strange\.txt: the character .*\(U\+00E9\) at position 5 has no id",
         ),
     ]
     for bad, options, message in cases:
@@ -223,17 +207,6 @@ def test_documents_share_files_and_any_change_makes_new_ones(pairs, tmp_path, wr
     assert second.sha256 != first.sha256
 
 
-@pytest.mark.parametrize("rows", ["train_rows", "val_rows"])
-@pytest.mark.parametrize("file", ["tokens_path", "bounds_path"])
-def test_a_damaged_file_of_documents_is_made_again(pairs, tmp_path, rows, file):
-    corpus = load_corpus(pairs, cache_dir=tmp_path / "c", **DOCUMENTS)
-    path = getattr(getattr(corpus, rows), file)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert load_corpus(pairs, cache_dir=tmp_path / "c", **DOCUMENTS) == corpus
-    assert path.read_bytes() == whole
-
-
 def test_texts_and_pairs_may_be_mixed_and_long_texts_are_cut(pairs, source, tmp_path):
     corpus = load_corpus([pairs, source], cache_dir=tmp_path / "c", **DOCUMENTS)
     batch = validation_windows(corpus.val_rows, seq_len=32, pad_id=corpus.tokenizer.pad_id)
@@ -253,15 +226,15 @@ def test_a_bpe_learns_from_the_training_part_alone(source, tmp_path):
 def test_bad_documents_are_refused_in_one_line_and_leave_no_file(pairs, source, tmp_path):
     (tmp_path / "odd.jsonl").write_text('{"text": "ok"}\n{"prompt": "\\u00e9", "response": "a"}\n')
     cases = [
-        (pairs, {"layout": "windows"}, r"pairs\.jsonl line 1 has a prompt, which windows .*; use"),
+        (pairs, {"layout": "windows"}, r"pairs\.jsonl line 1 has a prompt, which rows .*; use"),
         (pairs, {"layout": "lines"}, "layout='lines' is unknown; use windows or documents"),
         (pairs, {"tail": "bos"}, "tail='bos' is unknown; use eos or pad"),
         (pairs, {"seq_len": 16}, r"pairs\.jsonl line 3: a prompt of 6 .* use seq_len=19"),
-        (source, {}, r"text\.txt is one document.*use data\.layout=windows"),
+        (source, {}, r"text\.txt with data\.layout=documents is one piece"),
         (
             tmp_path / "odd.jsonl",
             {"tokenizer": CharacterTokenizer.of("ok")},
-            r"odd\.jsonl line 2: the character .*\(U\+00E9\) at position 0 is not one of",
+            r"odd\.jsonl line 2: the character .*\(U\+00E9\) at position 0 has no id",
         ),
     ]
     for bad, options, message in cases:
@@ -269,3 +242,42 @@ def test_bad_documents_are_refused_in_one_line_and_leave_no_file(pairs, source, 
             load_corpus(bad, cache_dir=tmp_path / "c", **(DOCUMENTS | options))
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": "of \u4e2d"},
+        {"prompt": "of", "response": "of \u4e2d"},
+        {
+            "messages": [
+                {"role": "user", "content": "of \u4e2d"},
+                {"role": "assistant", "content": "of"},
+            ]
+        },
+    ],
+)
+@pytest.mark.parametrize("layout", ["windows", "documents"])
+def test_a_character_that_a_published_tokenizer_would_drop_is_refused_by_document(
+    tmp_path, record, layout
+):
+    """Without a token for unknown characters, the library drops them."""
+    vocab = {letter: id_ for id_, letter in enumerate("of \n<>m")}
+    data = {"model": {"type": "BPE", "vocab": vocab, "merges": []}}
+    tokenizer = HubTokenizer(json.dumps(data), 7, 8, 9)
+    assert tokenizer.encode("of \u4e2d").tolist() == tokenizer.encode("of ").tolist()
+    lines = [{"text": "of of of of"}, record]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    talk = SimpleNamespace(source="", turns=lambda messages: [])
+    line = r"a\.jsonl line 2: the character .*\(U\+4E2D\) at position 3 has no id"
+    if layout == "windows" and "text" not in record:
+        line = "use data.layout=documents"
+    with pytest.raises(ValueError, match=line):
+        load_corpus(
+            tmp_path / "a.jsonl",
+            tokenizer=tokenizer,
+            layout=layout,
+            chat=talk,
+            cache_dir=tmp_path / "c",
+        )
+    assert not (tmp_path / "c").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,8 +27,8 @@ def folder(tmp_path_factory):
 
 
 def _store(folder, documents, tail) -> DocumentRows:
-    parts, bounds = cut_into_rows(documents, seq_len=SEQ_LEN)
-    write_tokens(folder / "t.npy", np.concatenate(parts), vocab_size=100)
+    ids, bounds = cut_into_rows(documents, seq_len=SEQ_LEN)
+    write_tokens(folder / "t.npy", ids, vocab_size=100)
     write_tokens(folder / "b.npy", bounds, vocab_size=int(bounds[-1]) + 1)
     return DocumentRows(folder / "t.npy", folder / "b.npy", SEQ_LEN, EOS, PAD, tail)
 
@@ -67,14 +65,6 @@ def test_a_row_read_alone_is_the_row_read_among_others(folder):
     for numbers in ([4], [5, 0, 2], [1, 1]):
         for name, array in rows.rows(numbers).items():
             np.testing.assert_array_equal(array, whole[name][numbers])
-
-
-def test_rows_pickle_without_their_files(folder):
-    rows = _store(folder, [("d", None, np.arange(7))] * 5000, "eos")
-    unread = pickle.dumps(rows)
-    batch = rows.rows([3])
-    assert pickle.dumps(rows) == unread
-    np.testing.assert_array_equal(pickle.loads(unread).rows([3])["tokens"], batch["tokens"])
 
 
 def test_a_response_fits_with_its_prompt_and_eos_or_is_refused():

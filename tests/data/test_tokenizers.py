@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import pickle
-import subprocess
-import sys
-import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +22,6 @@ from dlm_jax.data.tokenizers import (
     check_fits,
     from_json,
     make_tokenizer,
-    noise_ids,
     train_bpe,
 )
 
@@ -111,6 +105,10 @@ def _pairs():
     return _library(models.BPE(), trainer, splitter=pre_tokenizers.Whitespace())
 
 
+def _few_bytes():
+    return _byte_level(alphabet=False)
+
+
 FILES = {f.__name__.strip("_"): f for f in (_byte_level, _word_piece, _unigram, _words, _pairs)}
 
 
@@ -129,14 +127,6 @@ def test_any_text_comes_back_from_its_ids_and_none_of_them_is_special(text, kind
     assert not set(ids.tolist()) & {*tokenizer.banned_ids, tokenizer.mask_id, tokenizer.eos_id}
 
 
-@given(st.text(max_size=60))
-@settings(deadline=None)
-def test_character_ids_follow_the_order_of_the_code_points(text):
-    tokenizer = CharacterTokenizer.of(text + "x")
-    assert tokenizer.characters == "".join(sorted(set(text + "x")))
-    assert tokenizer.encode(tokenizer.characters).tolist() == list(range(tokenizer.mask_id))
-
-
 @pytest.mark.parametrize("tokenizer", [*PLAIN, BPE])
 def test_specials_are_distinct_and_come_last(tokenizer):
     specials = [tokenizer.mask_id, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id]
@@ -148,33 +138,6 @@ def test_bytes_that_occur_in_no_utf8_text_are_banned():
     points = (chr(n).encode() for n in range(0x110000) if not 0xD800 <= n < 0xE000)
     possible = {byte for point in points for byte in point}
     assert set(range(256)) - possible == {i for i in ByteTokenizer().banned_ids if i < 256}
-
-
-def test_noise_is_text_or_eos():
-    tokenizer = CharacterTokenizer.of("abc")
-    letters = tokenizer.encode("abc").tolist()
-    assert noise_ids(tokenizer) == tuple(sorted([*letters, tokenizer.eos_id]))
-
-
-def test_a_trained_bpe_has_the_size_asked_for_and_its_specials_last():
-    assert (BPE.vocab_size, BPE.mask_id) == (300, 296)
-    assert len(BPE.encode(TEXT)) < len(TEXT) / 2
-
-
-def test_training_gives_the_same_tokenizer_in_another_process():
-    code = (
-        "import sys; from dlm_jax.data.tokenizers import train_bpe;"
-        "print(train_bpe(sys.stdin.read(), 300).content, end='')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=TEXT,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-    )
-    assert done.stdout == BPE.content, done.stderr
 
 
 @given(st.lists(LINES, max_size=12).map("\n".join), st.integers(1, 9))
@@ -249,34 +212,6 @@ def test_specials_are_found_by_their_usual_names(names, roles):
         assert found == (roles[role] if role in roles else next(appended))
 
 
-def test_a_text_that_spells_a_special_never_becomes_one(of_file):
-    specials = {of_file.mask_id, of_file.pad_id, of_file.bos_id, of_file.eos_id}
-    for name in ("<mask>", "[MASK]", "</s>", "<|endoftext|>", "[CLS]", "\ue000<mask>\ue000"):
-        for text in (name, f"of{name}our", f"of {name} our"):
-            try:
-                ids = of_file.encode(text).tolist()
-            except ValueError:
-                continue  # refused: it has no ids, or only a special's
-            assert not specials & set(ids)
-    byte_level = SubwordTokenizer(_byte_level().to_str())
-    assert byte_level.decode(byte_level.encode("a<|endoftext|>b")) == "a<|endoftext|>b"
-    unigram = SubwordTokenizer(_unigram().to_str())
-    assert unigram.decode(unigram.encode("sun </s><mask>")) == "sun </s><mask>"
-
-
-def test_a_file_cuts_fills_and_wraps_no_text():
-    tokenizer = SubwordTokenizer(_word_piece().to_str())
-    text = "now is the winter of our discontent made glorious summer"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_dropout_of_a_file_is_off():
-    data = json.loads(_byte_level().to_str())
-    data["model"]["dropout"] = 0.9
-    tokenizer = SubwordTokenizer(json.dumps(data))
-    assert len({tuple(tokenizer.encode(TEXT).tolist()) for _ in range(3)}) == 1
-
-
 def test_ids_that_cannot_be_decoded_are_banned_and_what_ends_a_text_is_not(of_file):
     for tokenizer in (*PLAIN, BPE, of_file):
         banned = tokenizer.banned_ids
@@ -298,24 +233,6 @@ def test_ids_without_a_token_are_banned_and_stand_for_no_text():
     assert tokenizer.decode(np.arange(12)) == "a b"
 
 
-def test_a_piece_has_the_id_that_adds_it_to_a_text():
-    byte_level, unigram = BPE, SubwordTokenizer(_unigram().to_str())
-    for tokenizer in (byte_level, unigram):
-        space = tokenizer.space_id
-        assert space is not None
-        ids = [*tokenizer.encode("of"), space, *tokenizer.encode("s")]
-        assert tokenizer.decode(ids).startswith("of ")
-    assert BPE.decode([BPE.piece_id(" of")]) == " of"
-    assert BPE.piece_id("") is None
-    assert BPE.piece_id("\u4e2d") is None
-    assert SubwordTokenizer(_word_piece().to_str()).space_id is None
-    for tokenizer in PLAIN:
-        assert tokenizer.decode([tokenizer.space_id]) == " "
-        assert tokenizer.decode([tokenizer.piece_id("b")]) == "b"
-        assert tokenizer.piece_id("ab") is tokenizer.piece_id("") is None
-    assert CharacterTokenizer("ab").space_id is ByteTokenizer().piece_id("\u00e9") is None
-
-
 def test_a_tokenizer_is_its_content(of_file):
     for tokenizer in (ByteTokenizer(), CharacterTokenizer.of("of our sun"), BPE, of_file):
         ids = tokenizer.encode("of our sun").tolist()
@@ -332,29 +249,10 @@ def test_a_tokenizer_is_its_content(of_file):
     assert CharacterTokenizer("ab") != CharacterTokenizer("abc")
 
 
-def test_a_bpe_learns_from_the_training_text_alone():
-    tokenizer = make_tokenizer("bpe:264", TEXT + "zzzz" * 99, train_text=TEXT)
-    assert tokenizer == train_bpe(TEXT, 264) != train_bpe(TEXT + "zzzz" * 99, 264)
-    assert make_tokenizer("character", "abc", train_text="ab") == CharacterTokenizer("abc")
-
-
-def test_the_path_of_a_file_gives_the_tokenizer_in_it(tmp_path):
-    for name in ("tokenizer.json", "other"):
-        (tmp_path / name).write_text(BPE.content)
-        assert make_tokenizer(str(tmp_path / name), TEXT) == BPE
-
-
-@pytest.mark.parametrize("make", [_word_piece, _unigram, _words, _pairs], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [_word_piece, _unigram, _words, _pairs, _few_bytes])
 def test_characters_the_file_has_no_ids_for_are_refused(make):
     tokenizer = SubwordTokenizer(make().to_str())
     with pytest.raises(ValueError, match=r"'\\u4e2d' \(U\+4E2D\) at position 3 has no id .*; remo"):
-        tokenizer.encode("of \u4e2d our")
-
-
-def test_bytes_the_file_has_no_ids_for_are_refused():
-    tokenizer = SubwordTokenizer(_byte_level(alphabet=False).to_str())
-    assert tokenizer.decode(tokenizer.encode("of our sun")) == "of our sun"
-    with pytest.raises(ValueError, match="has no id in this tokenizer"):
         tokenizer.encode("of \u4e2d our")
 
 
@@ -381,86 +279,72 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path, content):
     assert str(caught.value).startswith(str(path))
 
 
+def test_a_piece_has_the_id_that_adds_it_to_a_text():
+    ids = [*BPE.encode("of"), BPE.space_id, *BPE.encode("s")]
+    assert BPE.decode(ids).startswith("of ")
+    assert BPE.decode([BPE.piece_id(" of")]) == " of"
+    assert BPE.piece_id("") is BPE.piece_id("\u4e2d") is None
+    assert SubwordTokenizer(_word_piece().to_str()).space_id is None
+    for tokenizer in PLAIN:
+        assert tokenizer.decode([tokenizer.space_id]) == " "
+        assert tokenizer.decode([tokenizer.piece_id("b")]) == "b"
+        assert tokenizer.piece_id("ab") is tokenizer.piece_id("") is None
+    assert CharacterTokenizer("ab").space_id is ByteTokenizer().piece_id("\u00e9") is None
+
+
+def test_a_text_that_spells_a_special_never_becomes_one(of_file):
+    specials = {of_file.mask_id, of_file.pad_id, of_file.bos_id, of_file.eos_id}
+    for name in ("<mask>", "[MASK]", "</s>", "<|endoftext|>", "[CLS]"):
+        for text in (name, f"of{name}our", f"of {name} our"):
+            try:
+                ids = of_file.encode(text).tolist()
+            except ValueError:
+                continue  # refused: it has no ids, or only a special's
+            assert not specials & set(ids)
+    byte_level = SubwordTokenizer(_byte_level().to_str())
+    assert byte_level.decode(byte_level.encode("a<|endoftext|>b")) == "a<|endoftext|>b"
+
+
+def test_truncation_padding_template_and_dropout_of_a_file_are_off():
+    tokenizer = SubwordTokenizer(_word_piece().to_str())
+    text = "now is the winter of our discontent made glorious summer"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    data = json.loads(_byte_level().to_str())
+    data["model"]["dropout"] = 0.9
+    tokenizer = SubwordTokenizer(json.dumps(data))
+    assert len({tuple(tokenizer.encode(TEXT).tolist()) for _ in range(3)}) == 1
+
+
+def _huge() -> str:
+    data = json.loads(train_bpe("twelve chars", 260).content)
+    data["model"]["vocab"][next(iter(data["model"]["vocab"]))] = 2**31
+    return json.dumps(data)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: SMALL.encode("abxc"), r"'x' \(U\+0078\) at position 2 .* byte tokenizer"),
-        (lambda: SMALL.encode("a\U0001f601"), r"U\+1F601\) at position 1 "),
         (lambda: SMALL.encode("\ud800"), r"U\+D800\) at position 0 "),
-        (lambda: ByteTokenizer().encode("ab\udcff"), r"lone surrogate \(U\+DCFF\) at position 2"),
         (lambda: BPE.encode("ab\udcff"), r"lone surrogate \(U\+DCFF\) at position 2"),
-        (lambda: ByteTokenizer().decode([1, 260]), r"id 260 at position 1 is outside .* 260; "),
         (lambda: BPE.decode([1, 300]), r"id 300 at position 1 is outside .* 300; "),
         (lambda: SMALL.decode([-1]), r"id -1 at position 0 is outside"),
         (lambda: SMALL.decode([[1, 2]]), r"shape \(1, 2\).*decode a row of integers"),
-        (lambda: SMALL.decode([0.5]), r"float64; decode a row of integers"),
-        (lambda: BPE.decode([0.5]), "decode a row of integers"),
-        (lambda: CharacterTokenizer.of(""), "characters is empty"),
+        (lambda: CharacterTokenizer.of(""), "not distinct and ascending, or there are none"),
         (lambda: CharacterTokenizer("ba"), "not distinct and ascending"),
-        (lambda: CharacterTokenizer("aa"), "not distinct and ascending"),
-        (lambda: train_bpe("a", 259), "use at least bpe:260"),
-        (lambda: train_bpe("the the the", 270), "supports a BPE of 263 ids, not 270; use"),
-        (lambda: train_bpe("\ud800", 300), "lone surrogate"),
-        (
-            lambda: train_bpe("twelve chars", 10**20),
-            "on a text of 12 characters; use at most bpe:27",
-        ),
-        (
-            lambda: check_fits(ByteTokenizer(), 259),
-            "has 260 ids, but the model has 259 logits; use",
-        ),
-        (lambda: make_tokenizer("chracter", "a"), r"'chracter' is unknown; did you mean 'char"),
-        (lambda: make_tokenizer("word", "a"), "use one of byte, character, bpe:SIZE or the path"),
-        (lambda: make_tokenizer("bpe:", TEXT), "'bpe:' has no size; write .* such as bpe:1024"),
-        (lambda: make_tokenizer("bpe:1e3", TEXT), "'bpe:1e3' has no size"),
-        (lambda: make_tokenizer("bpe:259", TEXT), "cannot contain the 256 bytes .*least bpe:260"),
+        (lambda: train_bpe("a", 259), "use bpe:260 to bpe:261, or more text"),
+        (lambda: train_bpe("the the the", 270), "use bpe:260 to bpe:263, or more text"),
+        (lambda: train_bpe("twelve chars", 10**20), "12 characters; use bpe:260 to bpe:272"),
+        (lambda: check_fits(ByteTokenizer(), 259), "has 260 ids, but .* 259 logits; use"),
+        (lambda: make_tokenizer("bpe:1e3", "a"), "'bpe:1e3' is unknown; use one of byte, char"),
         (lambda: make_tokenizer("no/t.json", "a"), r"no/t\.json cannot be read \(No such.*; pass"),
-        (lambda: SubwordTokenizer.of_file("/tmp"), r"/tmp cannot be read \(Is a directory\); pass"),
-        (lambda: from_json({"type": "bytes"}), "did you mean 'byte'"),
-        (lambda: from_json(["byte"]), "tokenizer type=None is unknown; use one of byte, char"),
-        (
-            lambda: from_json({"type": "byte", "size": 3}),
-            r"fields \[\], but the file has \['size'\]",
-        ),
-        (lambda: from_json({"type": "character"}), r"fields \['characters'\], but the file has"),
-        (lambda: from_json({"type": "subword", "tokenizer_json": {}}), "or other types; it is dam"),
+        (lambda: from_json(["byte"]), "is not a tokenizer; it is damaged"),
+        (lambda: from_json({"type": "byte", "size": 3}), "is not a tokenizer; it is damaged"),
         (lambda: from_json({"type": "subword", "tokenizer_json": "{"}), "tokenizer.json is broken"),
+        (lambda: SubwordTokenizer(_huge()), "it has more than 4194304 ids"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "latin.json").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"latin\.json cannot be read .*; pass"):
-        SubwordTokenizer.of_file(tmp_path / "latin.json")
-
-
-def test_fewer_ids_than_logits_fit():
-    for size in (260, 300):
-        check_fits(ByteTokenizer(), size)
-
-
-@pytest.mark.parametrize("size", [10**11, 10**20, 2**63])
-def test_a_bpe_that_no_text_could_fill_is_refused_before_anything_is_made(size):
-    with pytest.raises(
-        ValueError, match="cannot be trained on a text of 12 characters; use at most bpe:272"
-    ):
-        train_bpe("twelve chars", size)
-
-
-@pytest.mark.parametrize("largest", [2**31, 2**32 - 2, 2**22])
-def test_a_tokenizer_json_with_a_huge_id_is_refused_before_anything_is_made(largest):
-    data = json.loads(train_bpe("twelve chars", 260).content)
-    token = next(iter(data["model"]["vocab"]))
-    data["model"]["vocab"][token] = largest
-    tracemalloc.start()
-    with pytest.raises(
-        ValueError, match=f"it has the id {largest}, but at most 4194304 ids are allowed"
-    ):
-        SubwordTokenizer(json.dumps(data))
-    assert tracemalloc.get_traced_memory()[1] < 2**24
-    tracemalloc.stop()
