@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dlm_jax.training.metrics import MetricsLog, loss_curves, read_records
+from dlm_jax.training.metrics import MetricsLog, read_records
 
 RECORDS = [
     {"kind": "train", "step": 5, "loss": 4.0, "elbo": 4.0, "grad_norm": 1.0, "param_norm": 2.0,
@@ -14,20 +14,6 @@ RECORDS = [
      "critic_alpha": 0.5, "sampler_learning_rate": 0.2,
      "grad_norm": 1.0, "param_norm": 2.0, "tokens_per_second": 9.0},
 ]  # fmt: skip
-
-
-def test_every_part_of_the_loss_has_a_curve_from_where_it_begins():
-    assert loss_curves(RECORDS) == {
-        "training loss": ([5, 10], [4.0, 6.0]),
-        "critic": ([10], [1.0]),
-        "elbo": ([5, 10], [4.0, 3.0]),
-        "held-out bound": ([5], [3.5]),
-        "sampler": ([10], [2.5]),
-    }
-
-
-def test_without_training_there_is_nothing_to_draw():
-    assert loss_curves(RECORDS[1:2]) == {}
 
 
 @pytest.fixture

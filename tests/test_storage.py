@@ -19,8 +19,8 @@ from dlm_jax.batch.result_file import Results
 from dlm_jax.data.pipeline import write_tokens
 from dlm_jax.store import save_weights
 from dlm_jax.store.files import copy_whole, located, replacing
-from dlm_jax.training.checks import write_config
 from dlm_jax.training.metrics import MetricsLog, plot_losses
+from dlm_jax.training.resume import write_config
 
 
 def _metrics(path: Path) -> None:

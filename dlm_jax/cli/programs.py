@@ -16,16 +16,8 @@ import os
 import signal
 import sys
 import threading
-import time
 
 from dlm_jax.cli.ends import End
-
-_started = [time.time()]
-
-
-def take_start() -> float | None:
-    """Time at which the program started; None on later calls."""
-    return _started.pop() if _started else None
 
 
 def _run(name: str) -> int:

@@ -1,10 +1,9 @@
 """Trains a masked diffusion language model: ``python train.py --config configs/quickstart.toml``.
 
 Every field of the config is a flag (``--train.steps 100``). The files of a run are in
-``train.out_dir``: checkpoints, the best model, ``config.toml``, ``metrics.jsonl`` and ``loss.png``.
-The same command resumes the run, and so does ``--resume runs/quickstart``. Samples are printed to
-standard output, and all other output to standard error. ``loss.png`` is drawn at the end of a run;
-``--plot RUN`` draws it at any time.
+``train.out_dir``: checkpoints, the best model, ``config.toml`` and ``metrics.jsonl``. The same
+command resumes the run, and so does ``--resume runs/quickstart``. Samples are printed to standard
+output, and all other output to standard error. ``--plot RUN`` draws ``loss.png`` at any time.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from dlm_jax.cli.common import (
     start_jax,
 )
 from dlm_jax.cli.ends import End, code_of, emit, end_of, program, refusals, say_error
-from dlm_jax.cli.programs import take_start
 from dlm_jax.config import Config
 from dlm_jax.data import DamagedShard
 from dlm_jax.distributed.processes import run_together
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model, untrained_heads
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
-from dlm_jax.training.metrics import METRICS, PICTURE, WallClock, plot_run, read_records
+from dlm_jax.training.metrics import METRICS, PICTURE, plot_losses, read_records
 from dlm_jax.training.plan import dry_run, lines
 from dlm_jax.training.resume import config_of_run
 from dlm_jax.training.train_step import TrainState
@@ -65,19 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     with refusals():
         args, overrides = configs.parse_flags(parser, argv)
         refuse_lone_host_flags(args)
-        clock = WallClock(take_start())
-        clock.charge("import")
         join_hosts(args)
-    return run_together(lambda: _main(args, overrides, clock), code_of, end_of)
+    return run_together(lambda: _main(args, overrides), code_of, end_of)
 
 
-def _main(args: argparse.Namespace, overrides: dict[str, str], clock: WallClock) -> int:
+def _main(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     with refusals():
         if args.plot is not None:
             out_dir = Path(args.plot)
-            if not read_records(out_dir / METRICS):
+            if not (records := read_records(out_dir / METRICS)):
                 raise ValueError(f"--plot {out_dir} has no {METRICS}; pass the directory of a run")
-            plot_run(out_dir)
+            plot_losses(records, out_dir / PICTURE)
             say(f"wrote {out_dir / PICTURE}")
             return End.DONE
         config = _config(args, overrides)
@@ -93,7 +89,7 @@ def _main(args: argparse.Namespace, overrides: dict[str, str], clock: WallClock)
             raise ValueError("command line: --topology has no effect without --dry-run; add it")
         profile = None if args.profile is None else parse_span(args.profile)
         start_jax()
-        run = prepare(config, report=say, clock=clock)
+        run = prepare(config, report=say)
     with run.checkpoints:
         describe(run)
         try:
@@ -170,11 +166,9 @@ def finish(outcome: Outcome) -> int:
     if outcome.reason == "interrupted":
         say(f"interrupted: saved at step {outcome.step}; the same command resumes the run")
         return 128 + outcome.signal_number
-    picture = f" and {PICTURE}" if (run.out_dir / PICTURE).exists() else ""
-    place = run.config.train.checkpoint_dir
-    own = f"{METRICS}{picture}" if place else f"checkpoints, {METRICS}{picture}"
-    say(f"finished: {run.out_dir} holds {own}" + (f"; {place} holds checkpoints" if place else ""))
-    say(f"sample more with: python sample.py --checkpoint {place or run.out_dir}")
+    place = run.config.train.checkpoint_dir or run.out_dir
+    say(f"finished: {run.out_dir} holds {METRICS}; {place} holds checkpoints")
+    say(f"sample more with: python sample.py --checkpoint {place}")
     if texts := _texts(run, outcome.state, num_samples=NUM_SAMPLES):
         emit("\n---\n".join(texts))
     return End.DONE

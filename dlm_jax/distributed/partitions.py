@@ -146,8 +146,6 @@ AXIS_RULES = {
 }
 """The mesh axis that splits each logical axis of a parameter. Other axes are not split."""
 
-_SHOWN = 8
-
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Mesh over `devices`, by default all devices of all processes.
@@ -160,14 +158,18 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(arranged(devices, shape), tuple(shape), (AxisType.Auto,) * len(shape))
 
 
-def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
-    """Sharding of ``[B, ...]`` arrays over the axes that split the batch."""
+def batch_sharding(mesh: Mesh, batch_size: int, accumulate: int = 1) -> NamedSharding:
+    """Sharding of ``[B, ...]`` arrays over the axes that split the batch, or each of its
+    `accumulate` microbatches.
+    """
     axes = tuple(axis for axis in ROWS if axis in mesh.shape)
     shards = math.prod(mesh.shape[axis] for axis in axes)
-    if batch_size % shards:
+    parts = shards * accumulate
+    if batch_size % parts:
+        times = f" times train.accumulate={accumulate}" if accumulate > 1 else ""
         raise ValueError(
             f"train.batch_size={batch_size} is not divisible by the {shards} devices across which "
-            f"the batch is split; use {shards * max(1, round(batch_size / shards))}"
+            f"the batch is split{times}; use {parts * max(1, round(batch_size / parts))}"
         )
     return NamedSharding(mesh, P(axes))
 
@@ -238,21 +240,13 @@ def _by_rank(tree: Params, vocab_size: int, in_stack: bool = False) -> Params:
 def undeclared(network: Network, params: Params, num_devices: int) -> str:
     """A line about the parameters that `axes_of` judges by rank; empty if all are declared."""
     declared = {} if network.axes is None else network.axes(params)
-    if declared.keys() >= params.keys():
-        return ""
-
-    def listed(names: list[str]) -> str:
-        more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-        return ", ".join(names[:_SHOWN]) + more or "none"
-
     leaves = named_leaves({name: tree for name, tree in params.items() if name not in declared})
+    if not leaves:
+        return ""
     axes = dict(named_leaves(axes_of(network, params)))
-    matrices = [path for path, _ in leaves if axes[path].is_matrix]
-    line = f"without Network.axes, matrices by rank: {listed(matrices)}"
-    if num_devices > 1:
-        whole = [path for path, leaf in leaves if leaf.ndim > 1]
-        line += f"; whole on each of {num_devices} devices: {listed(whole)}"
-    return line
+    matrices = ", ".join(path for path, _ in leaves if axes[path].is_matrix) or "none"
+    whole = f"; all are whole on each of {num_devices} devices" if num_devices > 1 else ""
+    return f"without Network.axes, matrices by rank: {matrices}{whole}"
 
 
 def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,8 @@ from dlm_jax.heads import Head
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.store import save_weights
 from dlm_jax.training.init_from import load_initial_params
-from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, Task, make_task
-from dlm_jax.training.trainer import held_out_rows, load_setup, start_mesh
+from dlm_jax.training.tasks import MakeHead, MakeNetwork, MakeObjective, Task
+from dlm_jax.training.trainer import held_out_rows, prepare_task
 from dlm_jax.types import Network, Params
 
 
@@ -31,9 +32,12 @@ class Problem:
     All heads are trained, and only `save` writes a file.
     """
 
-    setup: Setup
     corpus: Corpus
     task: Task
+
+    @property
+    def setup(self) -> Setup:
+        return self.task.setup
 
     @property
     def network(self) -> Network:
@@ -129,8 +133,8 @@ def problem(
     report: Callable[[str], None] = lambda line: None,
 ) -> Problem:
     """The training of a config, for a custom loop. Arguments and errors are as for `train`."""
-    if not isinstance(config, Config):
-        config = configs.load(str(config))
-    parts = network, objective, heads
-    setup, corpus = load_setup(config, start_mesh(config), *parts, report=report)
-    return Problem(setup, corpus, make_task(setup, *parts))
+    config = config if isinstance(config, Config) else configs.load(str(config))
+    parts: dict[str, Any] = {"network": network, "objective": objective, "heads": heads}
+    parts = {kind: part for kind, part in parts.items() if part}
+    task, corpus = prepare_task(config, report=report, **parts)
+    return Problem(corpus, task)

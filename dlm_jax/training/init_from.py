@@ -10,19 +10,16 @@ import dataclasses
 import math
 import os
 import secrets
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 import dlm_jax.config as configs
 from dlm_jax.config import INIT, Config, ModelConfig
-from dlm_jax.data import CharacterTokenizer, Corpus, HubTokenizer, Tokenizer, from_json, load_corpus
-from dlm_jax.data.corpus import MakeTokenizer
+from dlm_jax.data import Corpus, HubTokenizer, Tokenizer, from_json, load_corpus
 from dlm_jax.distributed.mesh import require_room
 from dlm_jax.distributed.partitions import map_named, named_leaves
 from dlm_jax.distributed.processes import on_first_process
@@ -42,19 +39,13 @@ from dlm_jax.hf import (
 from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.settings import SettingError, require
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
-from dlm_jax.store.checkpoints import LocalCheckpoints
 from dlm_jax.store.weights import path_of_model
-from dlm_jax.training.resume import checkpoints_of, restore_run
+from dlm_jax.training.resume import checkpoints_of
 from dlm_jax.training.tasks import Task
 from dlm_jax.training.train_step import TrainState
 from dlm_jax.types import Params
 
 Report = Callable[[str], None]
-
-_SHOWN = 8
-# The parameters with a vocabulary axis, and the index of that axis.
-_AXES = {"embedding": 0, "head/kernel": 1}
-
 
 _CONVERTED = frozenset({"logit_alignment", "attention_type", "block_length", "start_id"})
 """Settings of ``[model]`` that a causal model does not define for the diffusion model that it is
@@ -73,7 +64,7 @@ def load_data(config: Config, *, report: Report) -> tuple[Config, Corpus]:
       ValueError: the corpus or its tokenizer is invalid, or ``model.vocab_size`` is too small.
     """
     config, theirs = adopt_model(config)
-    tokenizer = theirs or choose_tokenizer(config, report=report)
+    tokenizer = theirs or _choose_tokenizer(config, report=report)
     chat = _chat_template(config, tokenizer) if isinstance(tokenizer, HubTokenizer) else None
     data, model = config.data, config.model
     corpus = load_corpus(
@@ -149,72 +140,25 @@ def adopt_model(config: Config) -> tuple[Config, Tokenizer | None]:
     return dataclasses.replace(config, model=ModelConfig(**settings)), tokenizer
 
 
-def choose_tokenizer(config: Config, *, report: Report) -> str | Tokenizer | MakeTokenizer:
+def _choose_tokenizer(config: Config, *, report: Report) -> str | Tokenizer:
     """The tokenizer that ``data.tokenizer`` selects, as an argument for `load_corpus`.
 
-    ``init`` selects the tokenizer of ``train.init_from``, or of the resumed run. Missing characters
-    of the corpus are added to a character tokenizer and reported.
-
-    Raises:
-      ValueError: the model does not exist, or the corpus has new characters and
-        ``data.new_characters`` is ``refuse`` or ``heads.train_main`` is False.
+    ``init`` selects the tokenizer of ``train.init_from``, or of the resumed run.
     """
     if config.data.tokenizer != INIT:
         return config.data.tokenizer
-    if saved := _saved_meta(config):
-        return from_json(saved["tokenizer"])
-    theirs = from_json(load_meta(path_of_model(_local_path(config)), report=report)["tokenizer"])
-    if not isinstance(theirs, CharacterTokenizer):
-        return theirs
-
-    def add_new_characters(text: str) -> CharacterTokenizer:
-        known = set(theirs.characters)
-        new = {char: count for char, count in Counter(text).items() if char not in known}
-        if not new:
-            return theirs
-        often = sorted(new, key=lambda char: (-new[char], char))
-        shown = ", ".join(f"{c!a} (U+{ord(c):04X}, {new[c]:,} times)" for c in often[:_SHOWN])
-        more = f" and {len(new) - _SHOWN} more" if len(new) > _SHOWN else ""
-        count = "1 character of the text is"
-        if len(new) > 1:
-            count = f"{len(new)} characters of the text are"
-        line = f"{count} new to train.init_from={config.train.init_from}: {shown}{more}"
-        if config.data.new_characters == "refuse":
-            raise ValueError(f"{line}; remove them, or use data.new_characters=add")
-        if not config.heads.train_main:
-            raise ValueError(
-                f"{line}; heads.train_main=False would not train them; remove them, or set it to "
-                "true"
-            )
-        report(f"{line}; added with fresh embeddings")
-        return CharacterTokenizer("".join(sorted(known | set(new))))
-
-    return add_new_characters
+    meta = _saved_meta(config) or load_meta(path_of_model(_local_path(config)), report=report)
+    return from_json(meta["tokenizer"])
 
 
-def resume_or_init(
-    task: Task,
-    meta: dict[str, Any],
-    key: jax.Array,
-    checkpoints: Checkpoints | None,
-    local: LocalCheckpoints | None,
-    *,
-    report: Report,
+def new_state(
+    task: Task, meta: dict[str, Any], key: jax.Array, *, report: Report
 ) -> tuple[TrainState, dict[str, Any]]:
-    """The newest saved state of the run and its metadata, or the state of a new run and nothing.
+    """The state of a new run, with the parameters of ``train.init_from`` if set, and no metadata of
+    a checkpoint.
 
-    The identity of the run, and what it takes of a published model, are added to `meta`.
-
-    Args:
-      task: task of the run.
-      meta: metadata of this run, see `dlm_jax.training.Run`.
-      key: key of fresh parameters.
-      checkpoints: checkpoints of the run; None if there are none yet.
-      local: checkpoints on the disk of this host; None if unset.
-      report: called with one-line messages.
+    The identity of the run, and what it keeps of a published model, are added to `meta`.
     """
-    if resumed := restore_run(task, meta, checkpoints, local, report):
-        return resumed
     config, source = task.setup.config, _local_path(task.setup.config)
     meta["run"] = on_first_process(lambda: secrets.token_hex(8))
     if source and is_published(source):
@@ -248,8 +192,7 @@ def load_initial_params(
     Args:
       config: config of the new run.
       fresh: fresh parameters, which determine dtypes and shardings.
-      tokenizer: tokenizer of the new run, which is that of the trained model, possibly with more
-        characters.
+      tokenizer: tokenizer of the new run, which is that of the trained model.
       report: called with one-line messages about fresh or omitted heads.
 
     Raises:
@@ -274,7 +217,7 @@ def load_initial_params(
     if (broken := not_finite(params)) is not None:
         raise ValueError(f"{where}: its parameter {broken} is not finite; use another model")
     if meta["tokenizer"] != tokenizer.to_json():
-        params = remap_vocab(params, fresh, from_json(meta["tokenizer"]), tokenizer, where)
+        raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
     model = configs.from_saved(meta, where=where).model
     for name in ModelConfig.declared:
         theirs, ours = getattr(model, name), getattr(config.model, name)
@@ -308,42 +251,6 @@ def load_initial_params(
         if jax.tree.structure(params[name]) != jax.tree.structure(shared[name]):
             raise ValueError(f"{where} has a different kind of {name}; use the [model] of its run")
     return fresh | map_named(place, shared, {name: params[name] for name in shared})
-
-
-def remap_vocab(
-    params: Params, fresh: Params, theirs: Tokenizer, ours: Tokenizer, where: str
-) -> Params:
-    """The trained `params`, with the token vectors moved from the ids of `theirs` to those of
-    `ours`. Tokens that only `ours` has get the vectors of `fresh`.
-
-    Raises:
-      ValueError: a tokenizer is no character tokenizer, or `ours` lacks characters of `theirs`.
-    """
-    if (
-        not isinstance(theirs, CharacterTokenizer)
-        or not isinstance(ours, CharacterTokenizer)
-        or not set(theirs.characters) <= set(ours.characters)
-    ):
-        raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
-    id_of = {character: id_ for id_, character in enumerate(ours.characters)}
-    # Special tokens follow the characters in a fixed order; see `dlm_jax.data.tokenizers`.
-    specials = range(ours.num_text_ids, ours.num_text_ids + theirs.vocab_size - theirs.num_text_ids)
-    ids = np.array([*(id_of[character] for character in theirs.characters), *specials])
-    fresh_leaves = dict(named_leaves(fresh))
-
-    def move(path: str, trained: Any) -> Any:
-        if path not in _AXES or path not in fresh_leaves:
-            return trained
-        axis, leaf = _AXES[path], fresh_leaves[path]
-        if trained.shape[axis] != ids.size or trained.shape[1 - axis] != leaf.shape[1 - axis]:
-            return trained  # the caller rejects a wrong shape
-        if not leaf.is_fully_addressable:
-            leaf = multihost_utils.process_allgather(leaf, tiled=True)
-        moved = np.array(leaf, np.float32)
-        moved[(slice(None),) * axis + (ids,)] = np.asarray(trained, np.float32)
-        return moved
-
-    return map_named(move, params)
 
 
 def _load_published(

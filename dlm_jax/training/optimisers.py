@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from dlm_jax import devices
-from dlm_jax.config import Config, HeadsConfig, OptimConfig
-from dlm_jax.distributed.partitions import named_leaves, partition
+from dlm_jax.config import HeadsConfig, OptimConfig
+from dlm_jax.distributed.partitions import partition
 from dlm_jax.heads import MAIN, Head
 from dlm_jax.training.train_step import KEPT, Stage, group_of
 from dlm_jax.types import Axes, Params
@@ -318,24 +318,3 @@ def _without_heads(axes: Params, heads: Sequence[Head]) -> Params:
         name: jax.tree.map(lambda _: Axes(), tree) if name in names else tree
         for name, tree in axes.items()
     }
-
-
-def parameter_groups(
-    config: Config, heads: Sequence[Head], params: Params, *, axes: Params, is_own: bool = False
-) -> dict[str, tuple[int, int]]:
-    """The numbers of arrays and of parameters by the transformation that updates them.
-
-    The arguments are as for `make_grouped_optimizer`; `is_own` is True for a custom optimiser.
-    """
-    optim, trunk = config.optim, dict(named_leaves(_without_heads(axes, heads)))
-    names = {"muon": ("adam", "muon"), "adamw": ("adamw without decay", "adamw with decay")}
-    counts: dict[str, tuple[int, int]] = {}
-    for path, leaf in named_leaves(params):
-        group = group_of(path.split("/")[0], heads, adapts=config.model.lora_rank > 0)
-        if group == KEPT or (group == MAIN and not config.heads.train_main):
-            group = "frozen"
-        elif group == MAIN:
-            group = "custom" if is_own else names[optim.name][trunk[path].is_matrix]
-        arrays, size = counts.get(group, (0, 0))
-        counts[group] = arrays + 1, size + leaf.size
-    return counts

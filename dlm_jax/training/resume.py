@@ -1,11 +1,10 @@
-"""The checkpoints of a run: where they are, how a run continues, and its best model."""
+"""How a run continues: its identity, its directories, its checkpoints and its best model."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,46 @@ from typing import Any
 import jax
 
 import dlm_jax.config as configs
-from dlm_jax.config import Config
+from dlm_jax.config import FREE, Config
 from dlm_jax.data import from_json
 from dlm_jax.distributed.processes import on_first_process
+from dlm_jax.heads import HEADS
 from dlm_jax.hf import KEPT
+from dlm_jax.randomness import settings
 from dlm_jax.store import Checkpoints, load_meta
-from dlm_jax.store.checkpoints import LocalCheckpoints, complete_steps
-from dlm_jax.store.files import Damaged, DirectoryLock, is_remote, located
-from dlm_jax.training.checks import CONFIG, check_same_run, growth, make_directory
+from dlm_jax.store.checkpoints import complete_steps
+from dlm_jax.store.files import Damaged, DirectoryLock, is_remote, program_facts, write_whole
+from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.training.tasks import Task
 from dlm_jax.training.train_step import TrainState
 from dlm_jax.types import Params
+
+CONFIG = "config.toml"
+"""Name of the config file of a run."""
+FOLDER = "best"
+"""Name of the checkpoint directory of the best model, in ``train.checkpoint_dir`` if set and
+otherwise in ``train.out_dir``. The directory contains one checkpoint."""
+
+LOCAL = frozenset({"data.source", "data.cache_dir"})
+"""Settings that may differ between the processes of a run."""
+ONCE_SAVED = frozenset({"data.source", "train.init_from", "train.mask_like", "train.ignore_config"})
+"""Settings that a resumed run may change only after its first checkpoint."""
+
+Report = Callable[[str], None]
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """Values that all processes of a run must share: the program, the config without local paths,
+    the version of JAX, and its settings.
+    """
+    flat = configs.flat(configs.to_dict(config))
+    facts = {key: value for key, value in flat.items() if key not in LOCAL}
+    return program_facts() | facts | {"version of jax": jax.__version__} | settings()
 
 
 def checkpoints_of(config: Config) -> str:
     """The location of the checkpoints of a run: a directory, or a URL."""
     return config.train.checkpoint_dir or str(Path(config.train.out_dir) / "checkpoints")
-
-
-def _checkpoints_beside(out_dir: Path) -> str:
-    """The ``train.checkpoint_dir`` of the run in `out_dir`; empty if unset or unknown."""
-    try:
-        return configs.load(str(out_dir / CONFIG)).train.checkpoint_dir
-    except ValueError:
-        return ""
 
 
 def config_of_run(out_dir: Path) -> Config:
@@ -47,10 +62,14 @@ def config_of_run(out_dir: Path) -> Config:
     Raises:
       ValueError: no usable checkpoint exists.
     """
+    started = out_dir / CONFIG
     try:
-        meta = load_meta(_checkpoints_beside(out_dir) or out_dir, report=lambda line: None)
+        place = configs.load(str(started)).train.checkpoint_dir
+    except ValueError:
+        place = ""
+    try:
+        meta = load_meta(place or out_dir, report=lambda line: None)
     except ValueError as error:
-        started = out_dir / CONFIG
         advice = f"; restart it with --config {started}" if started.is_file() else ""
         raise ValueError(f"--resume {out_dir}: {error}{advice}") from None
     config = configs.from_saved(meta, where=f"--resume {out_dir}")
@@ -64,43 +83,172 @@ def config_of_run(out_dir: Path) -> Config:
     return dataclasses.replace(config, train=train, model=model)
 
 
-FOLDER = "best"
-"""Name of the checkpoint directory of the best model, in ``train.checkpoint_dir`` if set and
-otherwise in ``train.out_dir``. The directory contains one checkpoint."""
+def write_config(config: Config, out_dir: Path) -> None:
+    """Writes ``config.toml``, for users and ``--config``, unless it is unchanged.
+
+    Resumed runs instead read the config from the checkpoints, which have checksums.
+    """
+    header = (
+        "The settings of this run.\n"
+        "To resume: python train.py --resume DIRECTORY\n"
+        "To train the same model from scratch: python train.py --config THIS_FILE --train.out_dir "
+        "ELSEWHERE"
+    )
+    content, path = configs.to_toml(config, header=header).encode(), out_dir / CONFIG
+    if not path.is_file() or path.read_bytes() != content:
+        write_whole(path, content)
+
+
+def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises ValueError if settings or data would change the result of a resumed run.
+
+    Both arguments are metadata, see `Run`: of this run, and of the checkpoints in the directory.
+    """
+    where = f"train.out_dir={meta['config']['train']['out_dir']}"
+    configs.from_saved(saved, where=f"the run in {where}")
+    meta = json.loads(json.dumps(meta))  # JSON has no tuples
+
+    def check(is_same: bool, what: str, remedy: str) -> None:
+        if not is_same:
+            raise ValueError(
+                f"{where} has a run {what}; {remedy} to resume it, or use another train.out_dir"
+            )
+
+    check(
+        saved["corpus"]["sha256"] == meta["corpus"]["sha256"],
+        f"that was trained on a different text from {meta['corpus']['name']}",
+        "set data.source to the text of the other run",
+    )
+    drawn, draws = saved["randomness"], meta["randomness"]
+    before, now = drawn["version of jax"], draws["version of jax"]
+    check(
+        drawn["draws"] == draws["draws"],
+        f"that used jax {before}, which draws different random numbers from jax {now}",
+        f"use jax {before}",
+    )
+    here, there = configs.flat(meta["config"]), configs.flat(saved["config"])
+    steps, most = here["train.steps"], there["train.steps"]
+    check(
+        steps >= most,
+        f"with train.steps={most}, but this run has {steps}",
+        f"raise train.steps to {most} or more",
+    )
+    # A head may be trained on rows that were filled with the recommended settings.
+    heads = [head for head in HEADS if here[f"model.{head.switch}"]]
+    fixed = (set(there) - FREE) | {f"sample.{key}" for head in heads for key in head.sampling}
+    # The tokenizer determines the vocabulary size, so the error names the tokenizer.
+    for key in sorted(there, key=lambda key: key == "model.vocab_size"):
+        check(
+            key not in fixed or here.get(key) == there[key],
+            f"with {key}={there[key]!r}, but this run has {here.get(key)!r}",
+            f"set {key}={there[key]!r}",
+        )
+    # If the tokenizer file has changed, the tokenizers differ although the configs are equal.
+    same = saved["tokenizer"] == meta["tokenizer"]
+    check(same, "with a different tokenizer", "use that tokenizer")
+    same = saved.get("chat_template") in (None, meta.get("chat_template"))
+    check(same, "with a different chat template", "use that template")
+    for part in saved["own"] | meta["own"]:
+        before, now = saved["own"].get(part), meta["own"].get(part)
+        check(before == now, f"whose {part} is {before}, but here it is {now}", "pass the same")
+
+
+def check_metrics(asked: Config, identity: str, *, is_new: bool) -> None:
+    """Raises ValueError if the run would continue or discard the metrics of another run.
+
+    A run without checkpoints restarts and discards its metrics if the config is the same.
+
+    Args:
+      asked: config of the run, without values that depend on the data.
+      identity: identity of the run.
+      is_new: whether the run has no checkpoints.
+    """
+    out_dir = Path(asked.train.out_dir)
+    path, config_path = out_dir / METRICS, out_dir / CONFIG
+    others = {record.get("run", "") for record in read_records(path)} - {identity}
+    if not others:
+        return
+    why = f"of run {min(others)}, but the checkpoints belong to run {identity}"
+    if is_new:
+        try:
+            there = configs.flat(configs.to_dict(configs.load(str(config_path))))
+        except ValueError:
+            there = {}
+        # Without a checkpoint, there is no checksum of the text to compare.
+        here = configs.flat(configs.to_dict(asked))
+        fixed = (set(here) - FREE) | ONCE_SAVED
+        differing = [key for key in here if key in fixed and here[key] != there.get(key)]
+        if not differing:
+            return
+        key = differing[0]
+        why = (
+            f"of another run without checkpoints ({config_path} has {key}={there.get(key)!r}, but "
+            f"this run has {here[key]!r})"
+        )
+    raise ValueError(
+        f"{path} contains metrics {why}; move it elsewhere, or use another train.out_dir"
+    )
+
+
+def restore_run(
+    task: Task, meta: dict[str, Any], checkpoints: Checkpoints, report: Report
+) -> tuple[TrainState, dict[str, Any]]:
+    """The newest usable state and metadata of the existing run, whose identity is copied to `meta`.
+
+    If the arrays of a checkpoint are damaged, the next older one is used.
+    """
+    check_same_run(meta, checkpoints.read_meta(report=report))
+    _, state, saved = checkpoints.restore(task.abstract_state(), report=report)
+    meta |= {name: saved[name] for name in ("run", *KEPT) if name in saved}
+    before, after = saved["config"]["train"]["steps"], task.setup.config.train.steps
+    if before != after:
+        report(
+            f"train.steps increases from {before} to {after}, to which the learning rate now "
+            "decays; the result differs from that of a run which had these steps from the start"
+        )
+    return state, saved
 
 
 class Best:
-    """Saves the parameters with the best evaluation to ``best`` in the directory of a run.
+    """Saves the parameters with the best evaluation in `checkpoints`, which keep one.
 
     A resumed run keeps its best model if the evaluations use the same windows. If the run resumes
     from a step before the best evaluation, it repeats the same steps. A new run removes the best
     model of a run that has the same config and no checkpoints. Every process of a run creates one
-    instance and calls the same methods in the same order.
-
-    For `meta` see `Run`, and for `check` see `Checkpoints`. The arrays of the saved
-    model are not read: damage in them is found when the model is loaded.
+    instance and calls the same methods in the same order. For `meta` see `Run`.
 
     Raises:
-      ValueError: `FOLDER` is not a directory or contains the best model of another run.
+      ValueError: the checkpoint is that of another run.
     """
 
     def __init__(
-        self,
-        config: Config,
-        meta: dict[str, Any],
-        *,
-        is_new: bool,
-        check: Callable[[], None] = lambda: None,
+        self, checkpoints: Checkpoints, config: Config, meta: dict[str, Any], *, is_new: bool
     ):
-        root = located(config.train.checkpoint_dir or config.train.out_dir) / FOLDER
-        self._checkpoints = Checkpoints(root, keep=1, check=check)
+        self._checkpoints, self._is_stale = checkpoints, False
         self._measured_on = [config.train.eval_windows, config.train.batch_size]
-        self._is_stale = False
+        self.figure: float | None = None
+        if not on_first_process(checkpoints.steps):
+            return
         try:
-            self.figure = self._read(meta, is_new)
-        except BaseException:
-            self.close()
-            raise
+            there = checkpoints.read_meta(report=lambda line: None)
+        except ValueError as error:
+            # The next evaluation replaces a damaged model, but not one of another version.
+            is_damaged = isinstance(error, Damaged)
+            if on_first_process(lambda: is_damaged):
+                return
+            raise ValueError(f"{error}; or move {checkpoints.directory} elsewhere") from None
+        if there.get("run") != meta["run"]:
+            why = f"{checkpoints.directory} has the best model of another run"
+            remedy = "move the directory elsewhere, or use another train.out_dir"
+            if not is_new:
+                raise ValueError(f"{why}; {remedy}")
+            try:
+                check_same_run(meta, there)
+            except ValueError as error:
+                raise ValueError(f"{why} ({error}); {remedy}") from None
+            self._is_stale = True
+        elif there["best"]["measured_on"] == self._measured_on:
+            self.figure = there["best"]["figure"]
 
     def begin(self) -> None:
         """Removes the best model of an earlier run that has the same config and no checkpoints."""
@@ -122,135 +270,6 @@ class Best:
 
     def wait(self) -> None:
         self._checkpoints.wait()
-
-    def close(self) -> None:
-        """Stops all threads. A save without a later `wait` can be lost."""
-        self._checkpoints.close(together=False)
-
-    def _read(self, meta: dict[str, Any], is_new: bool) -> float | None:
-        """The value of the saved model; None if there is no saved model or if other windows were
-        used.
-        """
-        if not on_first_process(self._checkpoints.steps):
-            return None
-        try:
-            found = self._checkpoints.read_meta(report=lambda line: None)
-        except ValueError as error:
-            # The next evaluation replaces a damaged model, but not one of another version.
-            is_damaged = isinstance(error, Damaged)
-            if on_first_process(lambda: is_damaged):
-                return None
-            raise ValueError(f"{error}; or move {self._checkpoints.directory} elsewhere") from None
-        if found.get("run", "") != meta["run"]:
-            self._check_may_go(meta, found, is_new)
-            self._is_stale = True
-            return None
-        best = found.get("best", {})
-        return best.get("figure") if best.get("measured_on") == self._measured_on else None
-
-    def _check_may_go(self, meta: dict[str, Any], found: dict[str, Any], is_new: bool) -> None:
-        """Raises ValueError unless this run repeats the run that saved the model."""
-        try:
-            if not is_new:
-                raise ValueError(
-                    f"the model belongs to run {found.get('run')}, but this run is {meta['run']}"
-                )
-            check_same_run(meta, found)
-        except ValueError as error:
-            raise ValueError(
-                f"{self._checkpoints.directory} has the best model of another run ({error}); "
-                "move the directory elsewhere, or use another train.out_dir"
-            ) from None
-
-
-def local_checkpoints(
-    config: Config, checkpoints: Checkpoints, report: Callable[[str], None]
-) -> LocalCheckpoints | None:
-    """The local checkpoints of a run, closed with its shared checkpoints; None if unset.
-
-    Their directory is named after that of the shared checkpoints, so runs do not share it.
-    """
-    if not config.train.local_checkpoint_dir:
-        return None
-    name = hashlib.sha256(str(checkpoints.directory).encode()).hexdigest()[:16]
-    index = jax.process_index()
-
-    def report_own(line: str) -> None:
-        # The lines of `report` appear on process 0 only.
-        report(line) if index == 0 else print(f"process {index}: {line}", file=sys.stderr)
-
-    local = LocalCheckpoints(Path(config.train.local_checkpoint_dir) / name, report_own)
-    checkpoints.when_closed.callback(local.close)
-    return local
-
-
-def restore_run(
-    task: Task,
-    meta: dict[str, Any],
-    checkpoints: Checkpoints | None,
-    local: LocalCheckpoints | None,
-    report: Callable[[str], None],
-) -> tuple[TrainState, dict[str, Any]] | None:
-    """The newest usable state and metadata of the existing run, whose identity is copied to `meta`.
-
-    A local checkpoint is used unless a shared one is newer. If the arrays of a checkpoint are
-    damaged, the next older one is used, local or shared. The result is None if there is none.
-    """
-    abstract = task.abstract_state()
-    while True:
-        step = None if local is None else local.newest(abstract)
-        shared: dict[str, Any] = {}
-        if checkpoints is not None:
-            try:
-                shared = checkpoints.read_meta(report=report)
-            except ValueError as error:
-                # The next saves would delete checkpoints of another run or version.
-                is_damaged = isinstance(error, Damaged)
-                if step is None or not on_first_process(lambda is_=is_damaged: is_):
-                    raise
-                report(f"{error}; the local checkpoint of step {step} is used")
-        if shared:
-            check_same_run(meta, shared)
-        if step is None and not shared:
-            return None
-        is_local = step is not None and step >= shared.get("step", 0)
-        if local is not None and is_local:
-            saved = local.read_meta(step=step)
-            try:
-                check_same_run(meta, saved)
-            except ValueError as error:
-                raise ValueError(f"{local.directory}: {error}; or remove the directory") from None
-            if shared.get("run", saved["run"]) != saved["run"]:
-                raise ValueError(
-                    f"{local.directory} has checkpoints of run {saved['run']}, but the checkpoints "
-                    f"belong to run {shared['run']}; remove the directory"
-                )
-        source: Any = local if is_local else checkpoints
-        tell = source.report if is_local else report
-        chosen = step if is_local else shared["step"]
-        try:
-            # Without local checkpoints, `restore` itself falls back to older steps.
-            wanted = None if local is None else chosen
-            step, state, saved = source.restore(abstract, step=wanted, report=tell)
-            break
-        except Damaged as error:
-            if local is None:
-                raise
-            tell(f"the damaged checkpoint of step {chosen} is not used: {error}")
-    check_same_run(meta, saved)
-    if is_local:
-        report(f"step {step} is restored from train.local_checkpoint_dir")
-    meta |= {name: saved[name] for name in ("run", *KEPT) if name in saved}
-    if line := growth(task.setup.config, saved, step):
-        report(line)
-    return state, saved
-
-
-def lock_existing(lock: DirectoryLock, places: dict[str, Path]) -> None:
-    """Locks the existing local directories against changes by other runs."""
-    for setting, path in places.items():
-        if not is_remote(path) and path.is_dir():
-            lock.lock(path, setting)
 
 
 def acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> None:
@@ -277,3 +296,20 @@ def acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> No
         lock.claim(path)
     if unlocked:
         check_still_new()
+
+
+def lock_existing(lock: DirectoryLock, places: dict[str, Path]) -> None:
+    """Locks the existing local directories against changes by other runs."""
+    for setting, path in places.items():
+        if not is_remote(path) and path.is_dir():
+            lock.lock(path, setting)
+
+
+def make_directory(setting: str, directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{setting}={directory} cannot be created ({error.strerror or error}); choose another "
+            f"directory"
+        ) from None

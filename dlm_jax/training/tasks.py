@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from dlm_jax.config import ModelConfig
+from dlm_jax.config import Config, ModelConfig
 from dlm_jax.data import Setup
 from dlm_jax.distributed.partitions import axes_of
 from dlm_jax.heads import HEADS, MAIN, Head
@@ -33,7 +33,7 @@ from dlm_jax.objectives.objective import (
     proofreading,
 )
 from dlm_jax.objectives.processes import checked, noise_process
-from dlm_jax.settings import SettingError
+from dlm_jax.settings import SettingError, require
 from dlm_jax.training.optimisers import (
     Rates,
     make_grouped_optimizer,
@@ -245,6 +245,7 @@ def make_mixture(setup: Setup) -> Mixture:
         the model.
     """
     config, objective, model = setup.config, setup.config.objective, setup.config.model
+    check_process(config)
     has_canvases, process = model.attention_type == "canvas", noise_process(objective)
     if has_canvases and process.is_masked:
         raise SettingError(
@@ -314,6 +315,27 @@ def make_mixture(setup: Setup) -> Mixture:
             f"{math.ceil(1 / share)}"
         )
     return mixture
+
+
+def check_process(config: Config) -> None:
+    """Raises SettingError if the forward process does not exist or does not fit other settings."""
+    objective, name = config.objective, config.objective.process
+    if noise_process(objective).is_masked:
+        return
+    for key, value in {
+        "denoising_share": 0,
+        "proofreading_share": 0,
+        "time_weight": True,
+        "normaliser": "tokens",
+    }.items():
+        given, why = getattr(objective, key), f"requires objective.process='masked', not {name!r}"
+        require(given == value, f"objective.{key}", given, why, f"use {value!r}")
+    for why, is_refused in {
+        "model.attention_type='causal'": config.model.attention_type == "causal",
+        "heads.sampler_trunk_share": config.heads.sampler_trunk_share > 0,
+    }.items():
+        why = f"is not supported with {why}"
+        require(not is_refused, "objective.process", name, why, "use 'masked'")
 
 
 def bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> dict[str, float]:

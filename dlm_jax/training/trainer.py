@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,59 +36,42 @@ from dlm_jax.config import Config
 from dlm_jax.data import Corpus, Setup, train_batches, validation_windows
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.mesh import require_working_room
-from dlm_jax.distributed.partitions import (
-    batch_sharding,
-    make_mesh,
-    share_of_batch,
-    undeclared,
-)
+from dlm_jax.distributed.partitions import batch_sharding, make_mesh, share_of_batch, undeclared
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
-from dlm_jax.heads import MAIN, Head, Stage
+from dlm_jax.heads import Head
 from dlm_jax.objectives.likelihood import num_scored
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.progress import Progress, waiting
 from dlm_jax.randomness import check_settings, fingerprint, key_of
-from dlm_jax.settings import SettingError
 from dlm_jax.store import Checkpoints
-from dlm_jax.store.checkpoints import LocalCheckpoints
-from dlm_jax.store.files import (
-    DirectoryLock,
-    check_bucket,
-    is_remote,
-    located,
-    own_source,
-    program_facts,
-)
-from dlm_jax.training.checks import (
-    check_begins_anew,
-    check_process,
-    check_writable,
-    facts_of,
-    make_directory,
-    names_of_parts,
-    part_name,
-    write_config,
-)
-from dlm_jax.training.init_from import load_data, resume_or_init
+from dlm_jax.store.files import DirectoryLock, check_bucket, located, own_source, program_facts
+from dlm_jax.training.init_from import load_data, new_state
 from dlm_jax.training.metrics import (
     METRICS,
-    STEPS,
-    Journal,
-    Meter,
-    WallClock,
-    check_metrics,
+    MetricsLog,
     check_trackers,
+    open_trackers,
+    peak_flops,
 )
-from dlm_jax.training.optimisers import parameter_groups
 from dlm_jax.training.plan import (
-    check_batch_fits,
     check_model_fits,
     lower_step,
     mesh_config,
     model_flops,
     state_bytes,
 )
-from dlm_jax.training.resume import Best, acquire, checkpoints_of, local_checkpoints, lock_existing
+from dlm_jax.training.resume import (
+    FOLDER,
+    Best,
+    acquire,
+    check_metrics,
+    checkpoints_of,
+    facts_of,
+    lock_existing,
+    make_directory,
+    restore_run,
+    write_config,
+)
 from dlm_jax.training.signals import stop_on_signals
 from dlm_jax.training.tasks import (
     MakeHead,
@@ -99,12 +83,7 @@ from dlm_jax.training.tasks import (
     bound_of,
     make_task,
 )
-from dlm_jax.training.train_step import (
-    Metrics,
-    TrainState,
-    check_adds_up,
-    compile_eval_step,
-)
+from dlm_jax.training.train_step import Metrics, TrainState, compile_eval_step
 from dlm_jax.types import Network, Params
 
 # Maximum number of steps in flight. Two steps keep the device busy and let a run stop quickly.
@@ -123,22 +102,18 @@ class Run:
     steps is derived from ``noise_key``.
     """
 
-    setup: Setup
     corpus: Corpus
     task: Task
     meta: dict[str, Any]
     state: TrainState
     saved: dict[str, Any]
-    first_step: int
     noise_key: jax.Array
     checkpoints: Checkpoints
     best: Best
-    clock: WallClock
-    local: LocalCheckpoints | None = None
 
     @property
     def config(self) -> Config:
-        return self.setup.config
+        return self.task.setup.config
 
     @property
     def network(self) -> Network:
@@ -146,11 +121,16 @@ class Run:
 
     @property
     def mesh(self) -> Mesh:
-        return self.setup.mesh
+        return self.task.setup.mesh
 
     @property
     def out_dir(self) -> Path:
         return Path(self.config.train.out_dir)
+
+    @functools.cached_property
+    def first_step(self) -> int:
+        """Number of steps taken before this start."""
+        return int(self.state.step)
 
 
 @dataclass(frozen=True)
@@ -210,9 +190,9 @@ def train(
 ) -> Outcome:
     """Trains the model of `config` up to the last step. Calling the function again resumes the run.
 
-    The run writes checkpoints, ``metrics.jsonl`` and ``loss.png`` to ``train.out_dir``. Custom
-    networks, objectives, heads, optimizers and schedules must be passed again to resume;
-    checkpoints store only their names.
+    The run writes checkpoints and ``metrics.jsonl`` to ``train.out_dir``. Custom networks,
+    objectives, heads, optimizers and schedules must be passed again to resume; checkpoints store
+    only their names.
 
     Args:
       config: a `Config`, or the path of a TOML file.
@@ -243,8 +223,7 @@ def train(
     Raises:
       ValueError: arguments are incompatible. The message names these arguments and the remedy.
     """
-    if not isinstance(config, Config):
-        config = configs.load(str(config))
+    config = config if isinstance(config, Config) else configs.load(str(config))
     run = prepare(
         config,
         network=network,
@@ -259,101 +238,111 @@ def train(
         return run_loop(run, show_sample=show_sample, callbacks=callbacks)
 
 
-def prepare(
-    config: Config,
-    *,
-    network: Network | MakeNetwork | None = None,
-    objective: MakeObjective | None = None,
-    heads: Sequence[Head | MakeHead] = (),
-    optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
-    schedule: optax.Schedule | None = None,
-    report: Callable[[str], None],
-    clock: WallClock | None = None,
-) -> Run:
+def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> Run:
     """Prepares the run of `config`. Resumes if the directory contains checkpoints.
 
-    The arguments are as in `train`, and `clock` times the run from its start (by default, now). A
-    ``model.vocab_size`` of 0 is replaced by the vocabulary size of the tokenizer.
+    `parts` are the custom parts, see `train`. A ``model.vocab_size`` of 0 is replaced by the
+    vocabulary size of the tokenizer.
 
     Raises:
       ValueError: the data is invalid, the batch or mesh does not fit the devices, or the directory
         contains another run or other files.
     """
-    clock = clock or WallClock()
-    given, parts = config, (network, objective, heads, optimizer, schedule)
-
-    # Mesh.
-    mesh = start_mesh(config)
-    clock.charge("devices")
-
-    # Data, which determines the vocabulary and so the size of the model.
-    setup, corpus = load_setup(config, mesh, *parts, report=report)
-    config = setup.config
-    clock.charge("data")
-
-    # Task: network, losses and optimiser.
-    task = make_task(setup, *parts)
-    own = [part for part in (network, objective, *heads, optimizer, schedule) if part is not None]
+    given = config
+    parts = {kind: part for kind, part in parts.items() if part not in (None, (), [])}
+    task, corpus = prepare_task(config, report=report, **parts)
+    config = task.setup.config
+    own = [*parts.pop("heads", ()), *parts.values()]
     check_same_everywhere({f"source code of {part_name(one)}": own_source(one) for one in own})
+    names: dict[str, Any] = {kind: part_name(part) for kind, part in parts.items()}
+    if heads := [part_name(one) for one in own[: len(own) - len(parts)]]:
+        names["heads"] = heads
     meta = {
         "run": "",
         "config": configs.to_dict(config),
         "tokenizer": corpus.tokenizer.to_json(),
         "corpus": {"name": corpus.name, "sha256": corpus.sha256},
-        "own": names_of_parts(task, network, objective, heads, optimizer),
+        "own": names,
         "randomness": fingerprint(),
         "program": program_facts(),
     }
     if corpus.chat_template:
         meta["chat_template"] = corpus.chat_template
 
-    # State: that of the newest checkpoint, of `train.init_from`, or fresh.
     init_key, noise_key = jax.random.split(key_of(config.train.seed))
     out_dir, lock = Path(config.train.out_dir), DirectoryLock()
+    checkpoints = Checkpoints(
+        checkpoints_of(config), keep=config.train.keep_checkpoints, check=lock.check
+    )
+    checkpoints.when_closed.callback(lock.release)
     with contextlib.ExitStack() as undo:
-        checkpoints = Checkpoints(
-            checkpoints_of(config), keep=config.train.keep_checkpoints, check=lock.check
-        )
         undo.callback(checkpoints.close)
-        checkpoints.when_closed.callback(lock.release)
+        best_checkpoints = Checkpoints(
+            located(config.train.checkpoint_dir or out_dir) / FOLDER, keep=1, check=lock.check
+        )
+        checkpoints.when_closed.callback(best_checkpoints.close, together=False)
         places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
-        local = local_checkpoints(config, checkpoints, report)
-        has_saved = on_first_process(lambda: lock_existing(lock, places) or checkpoints.steps())
-        shared = checkpoints if has_saved else None
-        state, saved = resume_or_init(task, meta, init_key, shared, local, report=report)
-        jax.block_until_ready(state)
-        clock.charge("restore")
-        if config.train.accumulate > 1 and (objective is not None or heads):
-            _check_adds_up(task, state)
-        best = Best(config, meta, is_new=not saved, check=lock.check)
-        checkpoints.when_closed.callback(best.close)
-
-        # Directory: nothing is written before everything has been checked.
-        if saved:
-            on_first_process(lambda: check_metrics(out_dir / METRICS, meta["run"]))
-        else:
-            on_first_process(lambda: check_begins_anew(given, out_dir))
+        is_new = not on_first_process(lambda: lock_existing(lock, places) or checkpoints.steps())
+        state, saved = (
+            new_state(task, meta, init_key, report=report)
+            if is_new
+            else restore_run(task, meta, checkpoints, report)
+        )
+        best = Best(best_checkpoints, config, meta, is_new=is_new)
+        on_first_process(lambda: check_metrics(given, meta["run"], is_new=is_new))
+        # Nothing is written before everything has been checked.
         make_directory("train.out_dir", out_dir)
-        step = int(state.step)
-        if step < config.train.steps:
-            on_first_process(lambda: acquire(lock, places, is_new=not saved))
+        if int(state.step) < config.train.steps:
+            on_first_process(lambda: acquire(lock, places, is_new=is_new))
             best.begin()
             on_first_process(lambda: write_config(given, out_dir))
         undo.pop_all()
     return Run(
-        setup=setup,
         corpus=corpus,
         task=task,
         meta=meta,
         state=state,
         saved=saved,
-        first_step=step,
         noise_key=noise_key,
         checkpoints=checkpoints,
         best=best,
-        clock=clock,
-        local=local,
     )
+
+
+def prepare_task(
+    config: Config, *, report: Callable[[str], None], **parts: Any
+) -> tuple[Task, Corpus]:
+    """The task of a run on its mesh, and its corpus, after all checks that need no state.
+
+    The mesh comes first, because processes must agree before they read data. The data determines
+    the vocabulary, so the size of the model, and so the default of ``mesh.fsdp``.
+    """
+    check_same_everywhere(facts_of(config))
+    check_settings()
+    train = config.train
+    mesh = make_mesh(mesh_config(config.mesh, jax.devices()))
+    compiler.options("train", mesh, config.mesh.compiler_options)
+    share_of_batch(batch_sharding(mesh, train.batch_size, train.accumulate), train.batch_size)
+    check_trackers(train.trackers)
+    on_first_process(lambda: check_bucket("train.checkpoint_dir", checkpoints_of(config)))
+    config, corpus = load_data(config, report=report)
+    check_same_everywhere({"data.source": corpus.sha256})
+    setup = Setup(config, corpus.tokenizer, mesh)
+    if "network" not in parts:
+
+        def num_bytes() -> float:
+            return state_bytes(make_task(setup, **parts))
+
+        mesh = make_mesh(mesh_config(config.mesh, list(mesh.devices.flat), num_bytes))
+        check_model_fits(config.model, config.data.seq_len, mesh)
+        setup = replace(setup, mesh=mesh)
+    return make_task(setup, **parts), corpus
+
+
+def part_name(part: Any) -> str:
+    """The name of a custom part of a run."""
+    part = part.update if isinstance(part, optax.GradientTransformation) else part
+    return getattr(part, "name", None) or getattr(part, "__qualname__", type(part).__name__)
 
 
 def run_loop(
@@ -383,10 +372,6 @@ def run_loop(
     if show_sample is not None:
         sample = functools.partial(trainer.sample, show_sample)
         trainer.add_hook(sample, every=config.sample_every, at_end=False)
-    if run.local is not None:
-        # The last step is saved only in the shared place, so that a restart cannot miss that save.
-        save = functools.partial(trainer.save, run.local)
-        trainer.add_hook(save, every=config.local_checkpoint_every, at_end=False)
     trainer.add_hook(trainer.save, every=config.checkpoint_every)
 
     reason: Literal["finished", "interrupted", "non_finite"] = "finished"
@@ -408,7 +393,6 @@ def run_loop(
             reason, signal_number = "non_finite", 0
         run.checkpoints.wait()
         run.best.wait()
-        trainer.journal.draw()
     return Outcome(reason, trainer.step, trainer.bound, trainer.state, run, signal_number)
 
 
@@ -429,7 +413,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         profile: tuple[int, int] | None = None,
     ):
-        config, train = run.config, run.config.train
+        config, train, is_first = run.config, run.config.train, jax.process_index() == 0
         self.run, self.state, self.step = run, run.state, run.first_step
         self.bound: float | None = run.saved.get("bound")
         self._callbacks, self._profile, self._is_tracing = callbacks, profile, False
@@ -446,13 +430,7 @@ class Trainer:
             batch_size=train.batch_size,
             compiler_options=config.mesh.compiler_options,
         )
-        run.clock.charge("other")
         self._compile_train_step()
-        run.clock.charge("compile")
-        size = {"num_rows": train.batch_size, "num_positions": config.data.seq_len}
-        flops = model_flops(run.state.params, config.model, **size)
-        tokens = train.batch_size * config.data.seq_len
-        self._meter = Meter(tokens, self._shares, flops, list(run.mesh.devices.flat))
         self._batches = train_batches(
             run.corpus.train_rows,
             seq_len=config.data.seq_len,
@@ -461,26 +439,33 @@ class Trainer:
             process_index=self._share,
             process_count=self._shares,
             start_step=run.first_step,
-            took=self._meter.read,
         )
-        self.journal = Journal(
-            run.out_dir, run.meta["config"], run.meta["run"], step=self.step, report=say
-        )
-        if run.local is not None:
-            # The run repeats the later steps.
-            run.local.remove_from(self.step + 1)
-        run.clock.resume(run.saved, self.journal.last)
-        run.clock.charge("other")
+        self._log: MetricsLog | None = None
+        if is_first:
+            identity = run.meta["run"]
+            trackers = open_trackers(
+                train.trackers,
+                run.out_dir,
+                run.meta["config"],
+                identity,
+                step=self.step,
+                report=say,
+            )
+            self._log = MetricsLog(
+                run.out_dir / METRICS, step=self.step, trackers=trackers, report=say
+            )
+        # Seconds outside of steps, those of steps that waited for rows, and the first step without
+        # a record and its time.
+        self._idle, self._waited = 0.0, 0.0
+        self._since = self.step, time.perf_counter()
         self._bar = Progress(
             "train",
             train.steps,
             "step",
             done=self.step,
-            idle=run.clock.idle,
-            is_shown=jax.process_index() == 0,
+            idle=lambda: self._idle,
+            is_shown=is_first,
         )
-        # The steps before the next record, and the seconds that they took.
-        self._recorded = self.step, run.clock.seconds(STEPS)
 
     def add_hook(self, hook: Callable[[], None], *, every: int, at_end: bool = True) -> None:
         """Calls `hook` after every n steps (0: never) and after the last step, or not after it.
@@ -501,52 +486,72 @@ class Trainer:
         if not self._is_tracing and first <= self.step + 1 <= last:
             jax.profiler.start_trace(str(self.run.out_dir / "profile"))
             self._is_tracing = True
-        with self._meter.waiting_for("input"):
-            rows = next(self._batches)
+        start = time.perf_counter()
+        rows = next(self._batches)
+        self._waited += time.perf_counter() - start
         if self.run.task.stage(self.step) != self._stage:
-            with self._off_the_clock("compile"):
+            with self._off_the_clock():
                 self._compile_train_step()
         self.state, metrics = self._train_step(self.state, self._place(rows), self.run.noise_key)
         self.step += 1
         self._ahead.append(metrics)
         if len(self._ahead) > _MAX_AHEAD:
-            with self._meter.waiting_for("device"):
-                jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
+            jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
         self._bar.update()
         if self._is_tracing and self.step >= last:
             self._settle()
             self._stop_trace()
             say(f"step {self.step}: the trace is in {self.run.out_dir / 'profile'}")
-        if self.step == self.run.first_step + 1:
-            self._settle()
-            self.run.clock.charge(STEPS)
-            say(self.run.clock.first_step())
 
     def log(self) -> None:
-        """Records the mean of each metric over the steps since the last record that have it."""
+        """Records the mean of each metric over the steps since the last record that have it, and
+        the rates of these steps.
+        """
         self._settle()
-        self.run.clock.charge(STEPS)
-        (first, since), seconds = self._recorded, self.run.clock.seconds(STEPS)
-        self._recorded = self.step, seconds
-        rates = self._meter.figures(self.step - first, max(seconds - since, 1e-9))
         names = dict.fromkeys(name for figures in self._unlogged for name in figures)
-        means = {
+        figures = {
             name: float(np.mean([figures[name] for figures in self._unlogged if name in figures]))
             for name in names
         }
         self._unlogged = []
-        learning_rates = self.run.task.learning_rates(self._stage, self.step - 1)
-        self._record("train", means | learning_rates | rates)
-        if first == self.run.first_step:
-            say(self._meter.rates(rates))
-        note = f"loss {means['loss']:.3f}, {rates['tokens_per_second']:,.0f} tokens/s"
-        self._bar.update(0, note=note)
+        figures |= self.run.task.learning_rates(self._stage, self.step - 1)
+        figures |= self._rates()
+        self._record("train", figures)
+        rate = f"{figures['tokens_per_second']:,.0f} tokens/s"
+        self._bar.update(0, note=f"loss {figures['loss']:.3f}, {rate}")
+
+    def _rates(self) -> dict[str, float]:
+        """The rates of the steps since the last call, without the time outside of steps.
+
+        ``input_seconds`` per step are those of ``step_seconds`` that waited for rows.
+        ``flop_utilisation`` is model FLOP/s divided by the peak FLOP/s of the devices, if the peak
+        is known. ``device_memory_bytes`` is the peak memory use of the fullest device of this
+        process, if the backend reports it.
+        """
+        run, config = self.run, self.run.config
+        size = {"num_rows": config.train.batch_size, "num_positions": config.data.seq_len}
+        first, since = self._since
+        self._since = self.step, time.perf_counter() - self._idle
+        steps, seconds = self.step - first, max(self._since[1] - since, 1e-9)
+        rates = {
+            "tokens_per_second": steps * math.prod(size.values()) / seconds,
+            "step_seconds": seconds / steps,
+            "input_seconds": self._waited / steps,
+        }
+        self._waited = 0.0
+        if peak := peak_flops(run.mesh.devices.flat[0]):
+            flops = model_flops(run.state.params, config.model, **size)
+            rates["flop_utilisation"] = steps * flops / seconds / (peak * run.mesh.size)
+        stats = [device.memory_stats() or {} for device in jax.local_devices()]
+        if in_use := max(one.get("peak_bytes_in_use", 0) for one in stats):
+            rates["device_memory_bytes"] = float(in_use)
+        return rates
 
     def evaluate(self) -> None:
         """Records an evaluation on held-out text, and saves the model if it is the best so far. All
         evaluations use the same windows and noise.
         """
-        with self._off_the_clock("evaluation"):
+        with self._off_the_clock():
             figures = bound_of(*self.held_out())
             self.bound = figures["bound"]
             self._record("evaluation", figures)
@@ -571,21 +576,21 @@ class Trainer:
         return np.concatenate(jax.device_get(nats)), free_N
 
     def sample(self, show_sample: ShowSample) -> None:
-        with self._off_the_clock("sample"):
+        with self._off_the_clock():
             show_sample(self.run, self.state, self.step)
 
-    def save(self, checkpoints: Checkpoints | LocalCheckpoints | None = None) -> None:
+    def save(self) -> None:
         """Saves the state unless a step since the last check was not finite."""
-        with self._off_the_clock("checkpoint"):
+        with self._off_the_clock():
             self.run.best.wait()
-            meta = self.run.meta | self.run.clock.figures()
-            meta |= {"step": self.step, "bound": self.bound, "unlogged": list(self._unlogged)}
-            (checkpoints or self.run.checkpoints).save(self.step, self.state, meta)
+            meta = {"step": self.step, "bound": self.bound, "unlogged": list(self._unlogged)}
+            self.run.checkpoints.save(self.step, self.state, self.run.meta | meta)
 
     def close(self) -> None:
         self._bar.close()
         self._stop_trace()
-        self.journal.close()
+        if self._log is not None:
+            self._log.close()
         self._batches.close()
 
     def _compile_train_step(self) -> None:
@@ -613,17 +618,16 @@ class Trainer:
         return jax.make_array_from_process_local_data(self._rows, rows)
 
     def _record(self, kind: str, figures: dict[str, Any]) -> None:
-        self.run.clock.charge(STEPS if kind == "train" else kind)
-        figures = figures | self.run.clock.figures()
-        self.journal.write(kind=kind, step=self.step, **figures)
+        record = {"kind": kind, "step": self.step, **figures}
+        if self._log is not None:
+            self._log.write(**record, time=round(time.time(), 3), run=self.run.meta["run"])
         for callback in self._callbacks:
-            callback(self.run, self.state, {"kind": kind, "step": self.step} | figures)
+            callback(self.run, self.state, record)
 
     def _settle(self) -> None:
         """Waits for the steps in flight and raises an error if a metric of a step is not finite."""
         first = self.step - len(self._ahead) + 1
-        with self._meter.waiting_for("device"):
-            fetched, self._ahead = jax.device_get(self._ahead), []
+        fetched, self._ahead = jax.device_get(self._ahead), []
         for step, metrics in enumerate(fetched, first):
             if not np.isfinite(list(metrics.values())).all():
                 names = sorted(metrics, key=lambda name: (name != "loss", name))
@@ -636,69 +640,17 @@ class Trainer:
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     @contextlib.contextmanager
-    def _off_the_clock(self, part: str) -> Iterator[None]:
-        """Assigns the time of the context to a part of the wall time other than steps."""
+    def _off_the_clock(self) -> Iterator[None]:
+        """A context after the steps in flight, whose time is not that of steps."""
         self._settle()
-        self.run.clock.charge(STEPS)
+        start = time.perf_counter()
         yield
-        self.run.clock.charge(part)
+        self._idle += time.perf_counter() - start
 
     def _stop_trace(self) -> None:
         if self._is_tracing:
             jax.profiler.stop_trace()
             self._is_tracing, self._profile = False, None
-
-
-def start_mesh(config: Config) -> Mesh:
-    """The mesh of a config, after all checks that do not need data."""
-    check_same_everywhere(facts_of(config))
-    check_settings()
-    check_process(config)
-    mesh = make_mesh(mesh_config(config.mesh, jax.devices()))
-    compiler.options("train", mesh, config.mesh.compiler_options)
-    share_of_batch(batch_sharding(mesh, config.train.batch_size), config.train.batch_size)
-    check_batch_fits(config.train, mesh)
-    check_writable("train.out_dir", Path(config.train.out_dir))
-    check_trackers(config.train.trackers)
-    if local := config.train.local_checkpoint_dir:
-        if is_remote(local):
-            raise SettingError(
-                "train.local_checkpoint_dir",
-                local,
-                "is a URL",
-                "name a directory on the disk of each host",
-            )
-        check_writable("train.local_checkpoint_dir", Path(local))
-    where = checkpoints_of(config)
-    on_first_process(lambda: check_bucket("train.checkpoint_dir", where))
-    if config.train.checkpoint_dir and not is_remote(where):
-        check_writable("train.checkpoint_dir", Path(located(where)))
-    return mesh
-
-
-def load_setup(
-    config: Config,
-    mesh: Mesh,
-    network: Network | MakeNetwork | None,
-    *parts: Any,
-    report: Callable[[str], None],
-) -> tuple[Setup, Corpus]:
-    """The setup of a run, and its corpus. A custom network is not checked against the mesh.
-
-    `network` and `parts` are arguments of `make_task`.
-    """
-    config, corpus = load_data(config, report=report)
-    check_same_everywhere({"data.source": corpus.sha256})
-    setup = Setup(config, corpus.tokenizer, mesh)
-    if network is not None:
-        return setup, corpus
-
-    def num_bytes() -> float:
-        return state_bytes(make_task(setup, network, *parts))
-
-    mesh = make_mesh(mesh_config(config.mesh, list(mesh.devices.flat), num_bytes))
-    check_model_fits(config.model, config.data.seq_len, mesh)
-    return replace(setup, mesh=mesh), corpus
 
 
 def held_out_rows(config: Config, corpus: Corpus) -> dict[str, np.ndarray]:
@@ -712,78 +664,29 @@ def held_out_rows(config: Config, corpus: Corpus) -> dict[str, np.ndarray]:
     )
 
 
-def _check_adds_up(task: Task, state: TrainState) -> None:
-    """Raises ValueError if custom losses of any stage cannot be computed in microbatches."""
-    setup, config = task.setup, task.setup.config
-    groups = dict.fromkeys((MAIN, *(head.name for head in task.heads)))
-    if not config.heads.train_main:
-        del groups[MAIN]
-    check_adds_up(
-        task.loss(Stage(tuple(groups), config.model.lora_rank > 0)),
-        state.params,
-        mesh=setup.mesh,
-        seq_len=config.data.seq_len,
-        token_ids=setup.text_ids,
-    )
-
-
 def describe(run: Run, report: Callable[[str], None] = say) -> None:
     """Reports the data, the model and the config of a run, and where it continues."""
-    corpus, mesh, task, params = run.corpus, run.mesh, run.task, run.state.params
+    corpus, mesh, params = run.corpus, run.mesh, run.state.params
     report(
         f"{corpus.name}: {corpus.num_train_tokens:,} training tokens, "
         f"{corpus.num_val_tokens:,} held out, vocabulary {corpus.tokenizer.vocab_size}"
     )
-    parts = parameters_by_part(params)
-    report(
-        f"model of {sum(parts.values()):,} parameters on {mesh.devices.flat[0].platform}, mesh "
-        f"{dict(mesh.shape)}: " + ", ".join(f"{name} {size:,}" for name, size in parts.items())
-    )
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    platform = mesh.devices.flat[0].platform
+    report(f"model of {size:,} parameters on {platform}, mesh {dict(mesh.shape)}")
     if own := run.meta["own"]:
         names = (
             f"{kind} {', '.join(name) if isinstance(name, list) else name}"
             for kind, name in own.items()
         )
         report(f"custom: {'; '.join(names)}")
-    is_own = task.own_optimizer is not None
-    counts = parameter_groups(run.config, task.heads, params, axes=task.axes, is_own=is_own)
-    groups = ", ".join(
-        f"{name} {size:,} in {arrays} arrays" for name, (arrays, size) in sorted(counts.items())
-    )
-    report(f"optimisers: {groups}")
     if line := undeclared(run.network, params, mesh.size):
         report(line)
-    # The values that the tokenizer determines have been reported above.
-    determined = {"model.vocab_size", "model.start_id"}
     for section, values in configs.differing(run.config).items():
-        shown = []
-        for key, value in values.items():
-            if f"{section}.{key}" not in determined:
-                text = ",".join(map(str, value)) if isinstance(value, list | tuple) else value
-                shown.append(f"{key}={text}")
-        if shown:
-            report(f"not default: [{section}] {' '.join(shown)}")
+        shown = (f"{key}={value}" for key, value in values.items())
+        report(f"not default: [{section}] {' '.join(shown)}")
     steps = run.config.train.steps
     if run.first_step == steps:
         report(f"{run.out_dir} has already completed all {steps} steps; nothing to train")
     elif run.first_step:
         report(f"continuing {run.out_dir} from step {run.first_step} of {steps}")
-        here, there = (
-            ", ".join(f"{name} {value}" for name, value in meta.get("program", {}).items())
-            for meta in (run.meta, run.saved)
-        )
-        report(f"program: {here}")
-        if there and there != here:
-            report(f"step {run.first_step} was saved by another program: {there}")
-
-
-def parameters_by_part(params: Params) -> dict[str, int]:
-    """Number of parameters in each part of the model, such as ``blocks/mlp``, summed over all
-    blocks.
-    """
-    sizes: dict[str, int] = {}
-    for path, leaf in jax.tree.leaves_with_path(params):
-        names = [str(getattr(key, "key", key)) for key in path]
-        part = "/".join(names[:2] if names[0].endswith("blocks") else names[:1])
-        sizes[part] = sizes.get(part, 0) + leaf.size
-    return sizes

@@ -103,35 +103,6 @@ def test_hosts_with_other_code_are_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_full_disk_of_one_host_ends_both_with_the_same_code(tmp_path):
-    own = {"train__local_checkpoint_dir": tmp_path / "disk0"}, {
-        "train__local_checkpoint_dir": tmp_path / "disk1", "FILL": "disk1"
-    }  # fmt: skip
-    script = tmp_path / "filled.py"
-    script.write_text(_FILLED)
-    given = LONG | {"train__local_checkpoint_every": 7}
-    children = _two(tmp_path / "run", *({"SCRIPT": script} | one for one in own), **given)
-    errors = [child.communicate(timeout=300)[1] for child in children]
-    assert [child.returncode for child in children] == [5, 5], errors
-    assert "No space left on device; saved files are kept" in errors[1]
-    assert "process 1 ended with code 5; process 0 of 2 also ends" in errors[0]
-
-
-_FILLED = f"""
-import errno, os, sys
-sys.path.insert(0, {str(tiny_run.ROOT)!r})
-from dlm_jax.cli import train
-from dlm_jax.store.checkpoints import LocalCheckpoints
-save = LocalCheckpoints.save
-def full(self, *rest):
-    if os.environ.get("FILL", "nowhere") in str(self.directory):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory))
-    return save(self, *rest)
-LocalCheckpoints.save = full
-sys.exit(train.main())
-"""
-
-
 def test_hosts_that_read_other_text_are_refused(tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(tiny_run.TEXT + "More.")
@@ -176,27 +147,22 @@ def test_two_hosts_go_on_beside_a_best_model(tmp_path):
             if record["kind"] == "evaluation"] == [6, 12, 18]  # fmt: skip
 
 
-def test_two_killed_hosts_continue_from_their_own_disks_as_if_uninterrupted(tmp_path):
-    given = {"train__steps": 150, "train__eval_every": 0, "train__checkpoint_every": 0}
+def test_two_killed_hosts_continue_as_if_uninterrupted(tmp_path):
+    given = {"train__steps": 150, "train__eval_every": 0, "train__checkpoint_every": 20}
     alone = tiny_run.run(tmp_path / "alone", **given)
-    disks = [{"train__local_checkpoint_dir": tmp_path / f"disk{host}"} for host in range(2)]
-    given |= {"mesh__data": 1, "mesh__fsdp": 2, "train__local_checkpoint_every": 4}
-    children = _two(tmp_path / "run", *disks, **given)
+    given |= {"mesh__data": 1, "mesh__fsdp": 2}
+    children = _two(tmp_path / "run", **given)
     deadline = time.monotonic() + 400
-    while len(read_records(tmp_path / "run" / "metrics.jsonl")) < 6:
+    while len(read_records(tmp_path / "run" / "metrics.jsonl")) < 10:
         assert time.monotonic() < deadline and not any(child.poll() for child in children)
         time.sleep(0.1)
     for child in children:
         child.kill()
         child.communicate()
-    children = _two(tmp_path / "run", *disks, **given)
+    children = _two(tmp_path / "run", **given)
     errors = [child.communicate(timeout=300)[1] for child in children]
     assert [child.returncode for child in children] == [0, 0], errors
-    assert re.search(r"step \d+ is restored from train.local_checkpoint_dir", errors[0])
-    assert re.search(r"first step after [\d.]+ s: import .*, compile \(", errors[0])
-    assert re.search(r"data per host: a step needs [\d,]+ tokens/s", errors[0])
-    last = read_records(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert 0 < last["goodput"] < 1 and last["wall_down"] > 0 and last["wall_lost"] >= 0
+    assert f"continuing {tmp_path / 'run'} from step" in errors[0]
     records = tiny_run.records(tmp_path / "run")
     for one, expected in zip(records, tiny_run.records(tmp_path / "alone"), strict=True):
         assert one["step"] == expected["step"]

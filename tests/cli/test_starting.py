@@ -77,4 +77,3 @@ def test_two_processes_resume_a_run_by_its_directory(tmp_path):
     errors = [child.communicate(timeout=300)[1] for child in children]
     assert [child.returncode for child in children] == [0, 0], errors
     assert f"continuing {tmp_path} from step 5 of 40" in errors[0]
-    assert "program: version of dlm_jax" in errors[0]

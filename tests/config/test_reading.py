@@ -8,7 +8,7 @@ from dlm_jax.config import Config
 from dlm_jax.hf import UNPUBLISHED
 from dlm_jax.inference.model import load
 from dlm_jax.objectives.corruption import SCHEDULES
-from dlm_jax.training.checks import LOCAL, ONCE_SAVED
+from dlm_jax.training.resume import LOCAL, ONCE_SAVED
 
 ROOT = Path(__file__).parents[2]
 

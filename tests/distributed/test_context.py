@@ -182,7 +182,7 @@ def test_the_kernel_on_split_positions_has_the_values_and_gradients_of_the_formu
     [
         ({"attention_type": "causal"}, "mesh.context=2 requires "),
         ({"attention_type": "block_causal", "block_length": 5},
-         "mesh.context=2 splits data.seq_len=24 into 4 pieces, .* model.block_length=5; use "),
+         "mesh.context=2 does not divide data.seq_len=24, which must be a multiple of 20; use "),
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_split_are_refused_by_name(model, line):

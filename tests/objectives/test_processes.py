@@ -38,8 +38,7 @@ from dlm_jax.objectives.processes import (
     process_of,
 )
 from dlm_jax.settings import Setting, per_row, rule
-from dlm_jax.training.checks import check_process
-from dlm_jax.training.tasks import make_mixture
+from dlm_jax.training.tasks import check_process, make_mixture
 from dlm_jax.types import Network
 
 V, MASK, LENGTH = 5, 4, 2

@@ -21,8 +21,8 @@ from dlm_jax.data import CharacterTokenizer
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model.transformer import build
 from dlm_jax.store import load_weights, save_weights
-from dlm_jax.training.checks import check_same_run
 from dlm_jax.training.init_from import load_initial_params
+from dlm_jax.training.resume import check_same_run
 from dlm_jax.training.train_step import TrainState
 from dlm_jax.training.trainer import prepare
 
@@ -232,6 +232,19 @@ def test_a_run_of_the_heads_alone_begins_with_the_model_that_it_names(tmp_path):
     tiny_run.assert_same(run.state.params, other.state.params | heads)
     assert len(lines) == 1 and "lacks sampler_head" in lines[0]
     assert str(run.task.stage(0)) == "sampler_head"
+
+
+def test_a_run_takes_the_tokenizer_of_its_model_and_continues_without_it(tmp_path):
+    changes = {"train__steps": 4, "train__eval_every": 0, "data__tokenizer": "init"}
+    (tmp_path / "text.txt").write_text(tiny_run.TEXT.replace("q", "z"))
+    source = tiny_run.run(tmp_path / "source", **changes | {"data__tokenizer": "character"})
+    given = changes | {"data__source": tmp_path / "text.txt"}
+    first = tiny_run.run(tmp_path / "run", train__init_from=tmp_path / "source", **given)
+    assert first.run.corpus.tokenizer == source.run.corpus.tokenizer
+    again = tiny_run.run(tmp_path / "run", train__init_from=tmp_path / "gone", **given)
+    assert again.run.first_step == 4
+    assert again.run.corpus.tokenizer == source.run.corpus.tokenizer
+    tiny_run.assert_same(again.state.params, first.state.params)
 
 
 SINCE_HEADS = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+
 import numpy as np
 import pytest
 import tiny_run
@@ -10,14 +13,16 @@ import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.store import Checkpoints, load_params
 from dlm_jax.training import trainer
-from dlm_jax.training.resume import Best
+from dlm_jax.training.resume import FOLDER, Best
 
 META = {"config": {}}
 
 
-def _best(out_dir, *, run="", is_new=False, **changes):
+@contextlib.contextmanager
+def _best(out_dir, **changes):
     config = configs.load(None, tiny_run.flags(out_dir, **changes))
-    return Best(config, META | {"run": run}, is_new=is_new)
+    with Checkpoints(out_dir / FOLDER, keep=1) as checkpoints:
+        yield Best(checkpoints, config, META | {"run": ""}, is_new=False)
 
 
 def _params(value):
@@ -25,61 +30,40 @@ def _params(value):
 
 
 def _offer(best, step, figure):
-    found = best.offer(step, figure, _params(step), META)
+    found = best.offer(step, figure, _params(step), META | {"run": ""})
     best.wait()
     return found
 
 
-def _kept(out_dir):
-    return load_params(out_dir / "best")[0]["w"].tolist()
+def _saved(out_dir):
+    return load_params(out_dir / FOLDER)[0]["w"].tolist()
 
 
-def test_the_lowest_figure_is_kept_and_a_later_run_knows_it(tmp_path):
-    best = _best(tmp_path)
-    assert [_offer(best, *pair) for pair in ((2, 3.0), (4, 2.0), (6, 2.5), (8, float("nan")))] == [
-        True, True, False, False,
-    ]  # fmt: skip
-    best.close()
-    assert _kept(tmp_path) == [4.0] * 3
-    best = _best(tmp_path)
-    assert best.figure == 2.0
-    assert not _offer(best, 10, 2.0)
-    assert _offer(best, 12, 1.5)
-    best.close()
-    assert _kept(tmp_path) == [12.0] * 3
+def test_the_lowest_figure_is_saved_and_a_later_run_knows_it(tmp_path):
+    with _best(tmp_path) as best:
+        offers = [_offer(best, *pair) for pair in ((2, 3.0), (4, 2.0), (6, 2.5), (8, math.nan))]
+    assert offers == [True, True, False, False]
+    assert _saved(tmp_path) == [4.0] * 3
+    with _best(tmp_path) as best:
+        # A killed run takes the same steps again.
+        assert [_offer(best, *pair) for pair in ((2, 3.0), (4, 2.0), (12, 1.5))] == [
+            False, False, True,
+        ]  # fmt: skip
+    assert _saved(tmp_path) == [12.0] * 3
 
 
-def test_a_run_that_was_killed_takes_the_same_steps_again_and_the_best_stays(tmp_path):
-    best = _best(tmp_path)
-    assert _offer(best, 8, 2.0)
-    best.close()
-    best = _best(tmp_path)
-    assert [_offer(best, *pair) for pair in ((6, 2.5), (8, 2.0))] == [False, False]
-    best.close()
-    assert _kept(tmp_path) == [8.0] * 3
-
-
-def test_figures_over_other_windows_are_not_compared(tmp_path):
-    best = _best(tmp_path)
-    assert _offer(best, 8, 2.0)
-    best.close()
-    best = _best(tmp_path, train__eval_windows=2)
-    assert best.figure is None
-    assert _offer(best, 6, 9.0)
-    best.close()
-    assert _kept(tmp_path) == [6.0] * 3
-
-
-def test_a_damaged_one_is_replaced(tmp_path):
-    best = _best(tmp_path)
-    assert _offer(best, 8, 2.0)
-    best.close()
-    (tmp_path / "best" / "step_00000008" / "manifest" / "metadata").write_text("{")
-    best = _best(tmp_path)
-    assert best.figure is None
-    assert _offer(best, 10, 9.0)
-    best.close()
-    assert _kept(tmp_path) == [10.0] * 3
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_damaged_model_is_replaced_and_figures_over_other_windows_are_not_compared(
+    tmp_path, is_damaged
+):
+    with _best(tmp_path) as best:
+        assert _offer(best, 8, 2.0)
+    if is_damaged:
+        (tmp_path / FOLDER / "step_00000008" / "manifest" / "metadata").write_text("{")
+    with _best(tmp_path, **({} if is_damaged else {"train__eval_windows": 2})) as best:
+        assert best.figure is None
+        assert _offer(best, 10, 9.0)
+    assert _saved(tmp_path) == [10.0] * 3
 
 
 @pytest.fixture

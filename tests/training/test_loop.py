@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import types
 
@@ -12,7 +11,7 @@ import pytest
 import tiny_run
 
 import dlm_jax.config as configs
-from dlm_jax.training import metrics
+from dlm_jax.training import trainer
 from dlm_jax.training.signals import stop_on_signals
 from dlm_jax.training.trainer import Trainer, prepare
 
@@ -61,14 +60,6 @@ def test_metrics_have_a_line_at_every_step_that_is_due_and_one_at_the_end(finish
         assert all(np.isfinite(line[name]) for name in figures)
 
 
-def test_the_curve_is_a_whole_picture(finished):
-    data = (finished[0] / "loss.png").read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert data[-12:] == b"\x00\x00\x00\x00IEND\xaeB`\x82"
-    assert sorted(path.name for path in finished[0].iterdir()) == [
-        "best", "checkpoints", "config.toml", "loss.png", "metrics.jsonl"]  # fmt: skip
-
-
 def test_no_thread_that_would_keep_the_program_alive_is_left(finished):
     assert finished[2] == set()
 
@@ -81,7 +72,9 @@ def test_compiling_evaluating_and_showing_samples_do_not_count_as_training_time(
         clock[0] += seconds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "time", types.SimpleNamespace(time=lambda: clock[0]))
+        patch.setattr(
+            trainer, "time", types.SimpleNamespace(time=lambda: 0.0, perf_counter=lambda: clock[0])
+        )
         _before_steps(lambda loop: wait(1.0), patch)
         for name in ("_compile_train_step", "held_out"):
             usual = getattr(Trainer, name)
@@ -252,41 +245,3 @@ def test_parameters_that_overflow_are_not_saved_though_the_loss_before_was_finit
     assert outcome.reason == "non_finite"
     # The lock on the directory of checkpoints makes it; nothing is put there.
     assert not [*(tmp_path / "checkpoints").iterdir()]
-
-
-@pytest.mark.parametrize("broken", [pytest.param("folder", marks=pytest.mark.slow), "library"])
-def test_a_picture_that_cannot_be_drawn_costs_the_run_nothing_else(tmp_path, capsys, broken):
-    with pytest.MonkeyPatch.context() as patch:
-        if broken == "folder":
-            (tmp_path / "loss.png").mkdir()
-        else:
-            patch.setitem(sys.modules, "matplotlib.figure", None)
-        outcome = tiny_run.run(tmp_path)
-    assert outcome.reason == "finished"
-    err = capsys.readouterr().err
-    assert err.count("warning: loss.png cannot be drawn") == 1
-    assert "training continues" in err
-    found = [record["step"] for record in tiny_run.records(tmp_path) if record["kind"] == "train"]
-    assert found == list(range(3, 25, 3))
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-class _WithoutMatplotlib:
-    """An import finder of an environment where matplotlib is not installed."""
-
-    @staticmethod
-    def find_spec(name, path, target=None):
-        if name == "matplotlib":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-def test_a_run_without_matplotlib_says_once_how_to_get_the_picture(tmp_path, capsys):
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-            patch.delitem(sys.modules, name)
-        patch.setattr(sys, "meta_path", [_WithoutMatplotlib, *sys.meta_path])
-        assert tiny_run.run(tmp_path).reason == "finished"
-    err = capsys.readouterr().err
-    assert err.count("loss.png") == 1
-    assert "matplotlib is not installed; pip install 'dlm_jax[plots]'" in err
-    assert not (tmp_path / "loss.png").exists()

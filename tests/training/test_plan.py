@@ -116,7 +116,7 @@ def _prepared(out_dir, **changes):
 @pytest.mark.parametrize("fsdp", [0, 8])
 def test_a_width_that_the_split_in_use_does_not_divide_is_refused(tmp_path, accelerators, fsdp):
     accelerators(1.0)  # the smallest split that leaves room is that over all devices
-    with pytest.raises(ValueError, match="mesh.fsdp=8 does not divide model.width=36; use 4"):
+    with pytest.raises(ValueError, match="mesh.fsdp=8 does not divide model.width=36, which must"):
         _prepared(tmp_path, model__width=36, mesh__fsdp=fsdp)
 
 

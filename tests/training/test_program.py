@@ -12,8 +12,8 @@ import dlm_jax.config as configs
 from dlm_jax.store import files
 from dlm_jax.store.files import program_facts
 from dlm_jax.training import trainer
-from dlm_jax.training.checks import facts_of
-from dlm_jax.training.trainer import describe, prepare
+from dlm_jax.training.resume import facts_of
+from dlm_jax.training.trainer import prepare
 
 
 @pytest.fixture
@@ -69,29 +69,3 @@ def test_hosts_compare_the_source_code_of_custom_parts(tmp_path, monkeypatch):
     before, after = (facts[name] for facts in compared if name in facts)
     assert before != after
     del sys.modules["factors_here"]
-
-
-def test_a_resumed_run_prints_its_program_and_that_of_its_checkpoint_if_another(
-    tmp_path, monkeypatch
-):
-    with pytest.MonkeyPatch.context() as patch:
-        tiny_run.stop_after(5, patch)
-        tiny_run.run(tmp_path)
-
-    def told() -> list[str]:
-        lines: list[str] = []
-        with tiny_run.on_devices(1):
-            run = prepare(configs.load(None, tiny_run.flags(tmp_path)), report=print)
-        with run.checkpoints:
-            describe(run, lines.append)
-        return [line for line in lines if "program" in line]
-
-    digest = program_facts()["source code of dlm_jax"]
-    same = f"program: version of dlm_jax {dlm_jax.__version__}, source code of dlm_jax {digest}"
-    assert told() == [same]
-    other = {"version of dlm_jax": "9.9", "source code of dlm_jax": "f" * 16}
-    monkeypatch.setattr(trainer, "program_facts", lambda: other)
-    assert told() == [
-        f"program: version of dlm_jax 9.9, source code of dlm_jax {'f' * 16}",
-        f"step 5 was saved by another {same}",
-    ]

@@ -13,9 +13,8 @@ import tiny_run
 import dlm_jax.config as configs
 from dlm_jax.cli import train
 from dlm_jax.cli.train import parse_span
-from dlm_jax.config import ModelConfig
-from dlm_jax.training import metrics
-from dlm_jax.training.metrics import Journal, loss_curves, read_records
+from dlm_jax.training import metrics, trainer
+from dlm_jax.training.metrics import MetricsLog, read_records
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.trainer import Trainer
 
@@ -33,7 +32,7 @@ def finished(tmp_path_factory):
     """A run with a trace and TensorBoard, on a device that says what it can do."""
     out_dir = tmp_path_factory.mktemp("seen") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "peak_flops", lambda device: 1e12)
+        patch.setattr(trainer, "peak_flops", lambda device: 1e12)
         given = SHORT | {"train__trackers": "tensorboard"}
         with tiny_run.on_devices(1):
             run = tiny_run.prepare(
@@ -53,57 +52,9 @@ def test_every_line_tells_where_the_time_went(finished):
     rows, length = run.config.train.batch_size, run.config.data.seq_len
     flops = model_flops(run.state.params, run.config.model, num_rows=rows, num_positions=length)
     for line in _lines(out_dir):
-        parts = [line[f"{name}_seconds"] for name in ("input", "device", "host")]
-        assert min(parts) >= 0
-        assert sum(parts) == pytest.approx(line["step_seconds"])
+        assert 0 <= line["input_seconds"] <= line["step_seconds"]
         assert line["tokens_per_second"] == pytest.approx(rows * length / line["step_seconds"])
         assert line["flop_utilisation"] == pytest.approx(flops / line["step_seconds"] / 1e12)
-
-
-def test_waiting_for_input_is_told_apart_from_waiting_for_the_device(tmp_path, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(time=lambda: clock[0]))
-
-    class Slow:
-        def __init__(self, batches):
-            self._batches = batches
-
-        def __next__(self):
-            clock[0] += 3.0
-            return next(self._batches)
-
-        def close(self):
-            self._batches.close()
-
-    take_step = Trainer.take_step
-
-    def slow(loop):
-        if not isinstance(loop._batches, Slow):
-            loop._batches = Slow(loop._batches)
-        clock[0] += 2.0
-        take_step(loop)
-
-    monkeypatch.setattr(Trainer, "take_step", slow)
-    tiny_run.run(tmp_path, **SHORT)
-    for line in _lines(tmp_path):
-        assert (line["step_seconds"], line["input_seconds"]) == (5.0, 3.0)
-        assert (line["device_seconds"], line["host_seconds"]) == (0.0, 2.0)
-
-
-def test_the_rate_of_the_pipeline_is_that_of_its_usual_batch_beside_what_a_step_needs(finished):
-    out_dir, run = finished
-    assert all(line["pipeline_tokens_per_second"] > 0 for line in _lines(out_dir))
-    rows, length = run.config.train.batch_size, run.config.data.seq_len
-    meter = metrics.Meter(rows * length, 2, 1.0, list(run.mesh.devices.flat))
-    for seconds in (0.5, 9.0, 0.5):
-        meter.read(seconds)
-    with meter.waiting_for("input"):
-        pass
-    figures = meter.figures(1, 5.0) | {"input_seconds": 1.0}
-    own = rows * length / 2
-    assert figures["pipeline_tokens_per_second"] == own / 0.5
-    line = meter.rates(figures)
-    assert f"needs {own / 4:,.0f} tokens/s" in line and f"delivers {own / 0.5:,.0f} " in line
 
 
 def test_the_norms_of_the_groups_make_up_that_of_all(finished):
@@ -113,11 +64,6 @@ def test_the_norms_of_the_groups_make_up_that_of_all(finished):
         # Means of norms over two steps: of the square of the whole they give the parts within
         # what the two steps differ by.
         assert np.linalg.norm(parts) == pytest.approx(line["grad_norm"], rel=0.05)
-
-
-def test_only_losses_are_drawn(finished):
-    curves = loss_curves(read_records(finished[0] / "metrics.jsonl"))
-    assert list(curves) == ["training loss", "held-out bound"]
 
 
 def _events(out_dir):
@@ -180,7 +126,7 @@ def test_a_trace_begins_and_ends_once_and_waits_for_its_last_step(tmp_path, monk
         run = tiny_run.prepare(configs.load(None, flags), report=print)
     with run.checkpoints:
         tiny_run.run_loop(run, profile=(3, 4))
-    assert log[: log.index(6)] == [1, "settled 1", 2, "start", 3, 4, "settled 4", "stop", 5]
+    assert log[: log.index(6)] == [1, 2, "start", 3, 4, "settled 4", "stop", 5]
 
 
 @pytest.mark.parametrize("text", ["10", "10:", ":3", "3:2", "0:4", "a:b", "-1:3", "1:2:3"])
@@ -236,20 +182,7 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused(tmp_path, capsys,
     )
 
 
-def test_the_work_of_a_model_is_that_of_its_matrices_and_its_attention():
-    config = ModelConfig(depth=2, width=8, heads=2, vocab_size=32)
-    params = {
-        "embedding": np.zeros((32, 8)),
-        "blocks": {"up": {"kernel": np.zeros((2, 8, 24))}},
-        "norm": {"scale": np.zeros(8)},
-    }
-    products = 2 * 8 * 24 + (32 * 8 if config.tied_head else 0)
-    pairs = 12 * 2 * 8 * 16
-    found = model_flops(params, config, num_rows=3, num_positions=16)
-    assert found == 3 * 16 * (6 * products + pairs)
-
-
-def test_a_tracker_that_ctrl_c_interrupts_is_closed(finished, tmp_path, monkeypatch):
+def test_a_tracker_that_ctrl_c_interrupts_is_closed(tmp_path):
     closed = []
 
     class Interrupted:
@@ -259,39 +192,14 @@ def test_a_tracker_that_ctrl_c_interrupts_is_closed(finished, tmp_path, monkeypa
         def close(self):
             closed.append(self)
 
-    _, run = finished
-    monkeypatch.setitem(metrics._TRACKERS, "tensorboard", lambda *_: Interrupted())
-    journal = Journal(tmp_path, configs.to_dict(run.config), "", step=6, report=print)
-    with pytest.raises(KeyboardInterrupt), contextlib.closing(journal):
-        journal.write(kind="train", step=7)
+    log = MetricsLog(tmp_path / "metrics.jsonl", step=6, trackers=[Interrupted()])
+    with pytest.raises(KeyboardInterrupt), contextlib.closing(log):
+        log.write(kind="train", step=7)
     assert len(closed) == 1
-
-
-def test_the_plot_is_drawn_once_at_the_end_of_a_run_however_often_it_evaluates(
-    tmp_path, monkeypatch
-):
-    drawn: list[int] = []
-    plot = metrics.plot_losses
-
-    def counting(records, path, **how):
-        drawn.append(len(records))
-        plot(records, path, **how)
-
-    monkeypatch.setattr(metrics, "plot_losses", counting)
-    with pytest.MonkeyPatch.context() as patch:
-        tiny_run.stop_after(14, patch)
-        tiny_run.run(tmp_path)
-    assert drawn == [6], "four records of training and two evaluations of an interrupted run"
-    assert (tmp_path / "loss.png").is_file()
-    tiny_run.run(tmp_path)
-    assert drawn == [6, 12]
-    tiny_run.run(tmp_path)
-    assert drawn == [6, 12], "a finished run is not changed"
 
 
 def test_the_plot_of_a_run_is_drawn_on_demand(tmp_path, capsys):
     tiny_run.run(tmp_path, **SHORT)
-    (tmp_path / "loss.png").unlink()
     assert train.main(["--plot", str(tmp_path)]) == 0
     assert f"wrote {tmp_path / 'loss.png'}" in capsys.readouterr().err
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
