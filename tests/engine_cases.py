@@ -110,7 +110,6 @@ class PlainEngine:
         for one in [one for one in self.running[kind] if one.taken == one.wants]:
             out[one.number] = Status.DONE, one.taken
             self.running[kind].remove(one)
-        self._fill(kind)
         self._rest()
         return out
 

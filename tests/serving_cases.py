@@ -65,11 +65,11 @@ def client_of(running: Running, key: str = "none") -> openai.OpenAI:
 
 @contextlib.contextmanager
 def serving(
-    model: Model = MODEL, *, drain: float = 10, limits: Limits | None = None, prefix_mib: int = 0,
+    model: Model = MODEL, *, drain: float = 10, limits: Limits | None = None,
     sizes: tuple[int, ...] = (SLOTS,), **options,
 ) -> Iterator[Running]:  # fmt: skip
     """A server that listens."""
-    engine = Engine(model, sizes=sizes, max_waiting=None, prefix_mib=prefix_mib)
+    engine = Engine(model, sizes=sizes, max_waiting=None)
     asked = Options(name="toy", limits=limits or Limits(), **options)
     sock = listening("127.0.0.1", 0)
     ready = threading.Event()

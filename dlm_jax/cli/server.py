@@ -83,8 +83,6 @@ def make_parser() -> Parser:
     add("--slots", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
     one = "run all rows in one program: texts are bit-identical under any load, but slower alone"
     add("--one-size", action="store_true", help=one)
-    mib = "device memory in MiB for prompts that requests with cache=exact reuse (0: none)"
-    add("--prefix-mib", type=whole(0, 1 << 30), default=0, metavar="MIB", help=mib)
     calls = "number of steps between checks for new requests (2)"
     add("--steps-per-call", type=COUNT, default=2, metavar="N", help=calls)
     add("--preset", metavar="NAME", help=PRESET)
@@ -186,7 +184,6 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             batch_size=args.slots,
             sizes=(args.slots,) if args.one_size else None,
             max_waiting=None,
-            prefix_mib=args.prefix_mib,
         )
         app = make_app(model, engine, options, slots=args.slots, steps_per_call=args.steps_per_call)
     start_logs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from dlm_jax.distributed.partitions import spans_processes, split_rows
 from dlm_jax.distributed.processes import gathered
@@ -137,21 +137,17 @@ def stream(
     seed: int = 0,
     max_length: int | None = None,
     batch_size: int = 64,
-    every: int | Literal["block"] = 1,
+    every: int = 1,
     **settings: Any,
 ) -> Iterator[dict[int, Row]]:
     """Yields the canvases of `generate` during denoising as a dict from row index to row.
 
-    The first canvas is yielded before the first step. Later canvases are yielded after every
-    `every` steps, or after each finished block with ``every="block"``. Rows that wait for a slot
-    are not yielded. The last canvas of a row contains the tokens that `generate` returns.
-
-    The arguments are those of `generate`, and ``every``: "block" or the number of steps between two
-    canvases, at least 1.
+    The first canvas of a row is yielded before its first step. Later canvases are yielded after
+    `every` steps, at least 1. Rows that wait for a slot are not yielded. The last canvas of a row
+    contains the tokens that `generate` returns. The other arguments are those of `generate`.
     """
-    is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-    if not is_count and every != "block":
-        raise SettingError("every", every, "must be at least 1, or 'block'")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise SettingError("every", every, "must be an integer of at least 1")
     if spans_processes(split_rows(model.params)):
         raise ValueError(
             "canvases can only be shown in a single process; use `generate` or one process"
@@ -162,14 +158,11 @@ def stream(
 
 
 def _canvases(
-    model: Model, requests: Sequence[Request], every: int | Literal["block"], batch_size: int
+    model: Model, requests: Sequence[Request], every: int, batch_size: int
 ) -> Iterator[dict[int, Row]]:
-    is_block = every == "block"
     with Engine(model, batch_size=batch_size, max_waiting=None) as engine:
         engine.reserve(requests, on_one_canvas=True)
-        for rows in engine.turns(
-            requests, num_steps=1 if is_block else every, is_watched=True, every_block=is_block
-        ):
+        for rows in engine.turns(requests, num_steps=every, is_watched=True):
             for row in rows:
                 if row.error is not None:
                     raise row.error

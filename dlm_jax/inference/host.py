@@ -75,15 +75,6 @@ class HostLoop:
         program = dataclasses.replace(self.program, rows=split)
         return propose_step(program, params, state)
 
-    def working_bytes(self, params: Params, state: State) -> int:
-        """Returns the bytes of temporary memory in the first half of a step, without its arguments.
-        The call compiles this half.
-        """
-        with devices.exact(split_rows(params)):
-            lowered = self._propose.lower(params, state, split=_split_of(params, state))
-            plan: Any = lowered.compile().memory_analysis()
-        return int(plan.temp_size_in_bytes)
-
     def step(
         self,
         params: Params,

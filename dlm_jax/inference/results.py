@@ -33,8 +33,8 @@ class Row:
         counted.
       status: status of the row.
       counters: counters of the row.
-      origin: int32 ``[n]``, index of each position before the last call of the loop, or on the most
-        recently shown canvas; -1 for new positions. None without edits.
+      origin: int32 ``[n]``, index of each position before the last call of the loop; -1 for new
+        positions. None without edits.
       read_back: read-back records of the tokens, in commit order.
       error: exception of the host sampler or the program, or None.
       is_lost: whether the program raised `error`, so that the state of the row is lost.
@@ -94,17 +94,6 @@ def given_row(tokens: np.ndarray) -> Row:
         block=0,
         status=Status.DONE,
     )
-
-
-def since_shown(row: Row, before: np.ndarray | None) -> Row:
-    """Returns a row after a call of the loop, with `origin` relative to the canvas shown last.
-
-    `before` is the `origin` after the previous call, or None if that canvas was shown.
-    """
-    if row.origin is None or before is None:
-        return row
-    was_there = np.where(row.origin >= 0, before[np.maximum(row.origin, 0)], -1)
-    return dataclasses.replace(row, origin=was_there)
 
 
 @dataclass(frozen=True)

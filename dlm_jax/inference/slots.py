@@ -1,8 +1,4 @@
-"""The slots of a program: a batch of rows as arrays.
-
-Requests in the same bucket run in the same programs. The parameter layout for steps with a cache is
-computed once per model.
-"""
+"""The slots of a program: a batch of rows as arrays."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,31 +16,45 @@ import numpy as np
 
 from dlm_jax import devices
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.mesh import require_room
 from dlm_jax.distributed.partitions import OwnRows, placement, split_rows
 from dlm_jax.inference.candidates import moved
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.prefixes import Prefixes
 from dlm_jax.inference.request import Request, columns, static_of
 from dlm_jax.inference.results import Row, canvas_size
-from dlm_jax.inference.scheduler import Entry
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.replay import Trace, trace_of
+from dlm_jax.sampling.replay import trace_of
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import ModelFacts, Rules
 from dlm_jax.sampling.state import State
 from dlm_jax.types import Params, Status
 
-_ALONE = 4
-"""Traces are copied row by row if at most one row in four has ended."""
 
-_LARGE = 1 << 15
-"""Memory is checked only for states with at least this total number of positions. Smaller states
-always fit.
-"""
+@dataclass(eq=False, kw_only=True)
+class Entry:
+    """A submitted request, which waits, or runs in `slot`."""
+
+    number: int
+    request: Request
+    queue: Any = None
+    priority: int = 0
+    is_watched: bool = False
+    submitted: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+    slot: int | None = None
+    is_cancelled: bool = False
+    read_back: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+
+    @property
+    def waited(self) -> float:
+        """Seconds in the queue."""
+        return (time.perf_counter() if self.started is None else self.started) - self.submitted
+
+    def __lt__(self, other: Entry) -> bool:
+        return (-self.priority, self.number) < (-other.priority, other.number)
 
 
 class Bucket:
@@ -181,7 +192,6 @@ class CompiledLoop:
       refill: returns the state with new rows where ``is_new_B``; donates the state.
       move: returns the state with the rows at ``index_B``, in this order; slots where ``is_held_B``
         is False become idle.
-      trace: returns the trace of the row in a slot, for a traced loop.
     """
 
     def __init__(self, steps: Advance | HostLoop):
@@ -213,23 +223,8 @@ class CompiledLoop:
             status_B = jnp.where(is_held_B, state.status_B, Status.DONE)
             return state._replace(status_B=status_B.astype(jnp.int32))
 
-        def trace(state: State, slot: jax.Array) -> Trace:
-            return jax.tree.map(
-                lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), trace_of(program, state)
-            )
-
         self.begin, self.refill = jax.jit(begin), jax.jit(refill, donate_argnums=0)
-        self.move, self.trace = jax.jit(move), jax.jit(trace)
-
-    @property
-    def compiled(self) -> list[str]:
-        """The compiled shapes."""
-        return self.steps.compiled
-
-    @property
-    def is_ready(self) -> bool:
-        """True if a call compiles nothing and no other thread compiles."""
-        return self.steps.has_run and not self.lock.locked()
+        self.move = jax.jit(move)
 
 
 def compiled_loop(model: Model, bucket: Bucket, num_slots: int) -> CompiledLoop:
@@ -271,12 +266,9 @@ class Slots:
         num_slots: int,
         *,
         max_candidates: int = 64,
-        prefixes: Prefixes | None = None,
     ):
-        if bucket.static.needs_host and not isinstance(loop.steps, HostLoop):
-            raise ValueError("rows that need the host require a HostLoop; create one")
         self.loop, self.bucket, self.num_slots = loop, bucket, num_slots
-        self._weights, self._max_candidates, self._prefixes = weights, max_candidates, prefixes
+        self._weights, self._max_candidates = weights, max_candidates
         self._local = OwnRows(placement(loop.program.rows, weights.params), num_slots)
         self._state: State | None = None
         self._steps = np.zeros(self._local.count, np.int32)
@@ -291,14 +283,12 @@ class Slots:
         if self._state is None:
             # Each process packs only its own rows; `place` then combines the rows of all processes.
             state = with_cache(self.loop.program, self._weights.params, self.loop.begin(arguments))
-            state = self._local.place(state)
-            self._require_room(state)
+            self._state = self._local.place(state)
         else:
             is_new = np.zeros(self._local.count, bool)
             is_new[slots] = True
             arguments, is_new_B = self._local.passed((arguments, is_new))
-            state = self.loop.refill(self._state, arguments, is_new_B)
-        self._state = self._prefill(state, new)
+            self._state = self.loop.refill(self._state, arguments, is_new_B)
         now = time.perf_counter()
         for entry in new.values():
             entry.started = now
@@ -339,14 +329,8 @@ class Slots:
 
         The old `Slots` object must not be used afterwards.
         """
-        new = Slots(
-            loop,
-            self._weights,
-            self.bucket,
-            num_slots,
-            max_candidates=self._max_candidates,
-            prefixes=self._prefixes,
-        )
+        limit = self._max_candidates
+        new = Slots(loop, self._weights, self.bucket, num_slots, max_candidates=limit)
         count, moves = len(moves), list(moves)
         if self._state is not None:
             index = np.zeros(num_slots, np.int32)
@@ -406,60 +390,21 @@ class Slots:
             )
         return rows
 
-    def _traces(self, state: State, slots: Sequence[int], status: np.ndarray) -> dict[int, Trace]:
-        """Returns the traces of the slots whose rows have ended.
-
-        If only a few rows have ended, only their traces are copied from the device.
-        """
+    def _traces(self, state: State, slots: Sequence[int], status: np.ndarray) -> dict[int, Any]:
+        """Returns the traces of the slots whose rows have ended."""
         ended = [slot for slot in slots if status[slot] != Status.RUNNING]
         if state.records is None or not ended:
             return {}
-        if len(ended) * _ALONE <= self._local.count and self._local.share[1] == 1:
-            return {slot: jax.device_get(self.loop.trace(state, np.int32(slot))) for slot in ended}
-        whole = self._local.fetch(trace_of(self.loop.program, state))
-        return {slot: jax.tree.map(np.copy, whole.rows(slice(slot, slot + 1))) for slot in ended}
-
-    def _prefill(self, state: State, new: Mapping[int, Entry]) -> State:
-        """Adds the keys and values of the new rows' prompts to the state, from the cache of
-        prefixes if possible.
-        """
-        prefixes, program, cached = (
-            self._prefixes,
-            self.loop.program,
-            self.loop.program.network.cached,
-        )
-        if prefixes is None or cached is None or state.cache is None or program.is_guided:
-            return state
-        kv, valid_B, block_length = state.cache.kv_cache, state.cache.valid_B, cached.block_length
-        for slot, entry in new.items():
-            is_open = entry.request.is_open(program.mask_id)
-            first = int(is_open.argmax()) if is_open.any() else 0
-            count = first // block_length * block_length
-            if count < prefixes.size:
-                continue
-            tokens = entry.request.tokens[:count]
-            kv = prefixes.fill(self._params_for(state), kv, slot, tokens, self.bucket.canvas)
-            valid_B = valid_B.at[slot].set(count)
-        return state._replace(cache=state.cache._replace(kv_cache=kv, valid_B=valid_B))
+        whole = trace_of(self.loop.program, state)
+        whole = self._local.fetch(whole) if self._local.share[1] > 1 else whole
+        # Only the traces of the ended rows are copied, because most rows still run.
+        return {slot: jax.device_get(whole.rows(np.array([slot]))) for slot in ended}
 
     def _params_for(self, state: State) -> Params:
         """Returns the parameters for the loop, in the cache layout if the loop has a cache."""
         if state.cache is None:
             return self._weights.params
         return self._weights.for_cache(self.loop.program)
-
-    def _require_room(self, state: State) -> None:
-        """Raises MemoryError if a device has too little free memory for the temporaries of a
-        step.
-        """
-        rows, positions = state.canvas.tokens_BL.shape
-        if rows * positions >= _LARGE:
-            require_room(
-                self.loop.steps.working_bytes(self._params_for(state), state),
-                state.status_B.devices(),
-                f"a step of {rows} rows on a canvas of {positions}",
-                "lower max_length or batch_size",
-            )
 
     def _arguments(self, new: Mapping[int, Entry]) -> dict[str, Any]:
         """Returns the arguments of `start` as host arrays. Slots without a new request are idle."""

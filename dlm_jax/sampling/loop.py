@@ -58,14 +58,6 @@ class Advance:
         self.has_run = True
         return state
 
-    def working_bytes(self, params: Params, state: State) -> int:
-        """Temporary memory of a call in bytes per device, without the arguments.
-
-        This method compiles the call.
-        """
-        plan = self.compile(params, state).memory_analysis()
-        return int(getattr(plan, "temp_size_in_bytes", 0))
-
     def compile(self, params: Params, state: State) -> jax.stages.Compiled:
         """The compiled program of a call. Shapes with shardings can be passed instead of arrays."""
         limit = jax.ShapeDtypeStruct((), np.int32)

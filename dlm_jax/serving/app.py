@@ -108,12 +108,6 @@ class _EngineFigures(prometheus_client.registry.Collector):
         for name, text in counts.items():
             value = getattr(report if name in ("rows", "steps") else report.counters, name)
             yield CounterMetricFamily(f"dlm_jax_{name}", text, value)
-        prefix = CounterMetricFamily(
-            "dlm_jax_prefix_positions", "Prompt positions in reusable prefixes.", labels=["how"]
-        )
-        prefix.add_metric(["found"], report.prefix_found)
-        prefix.add_metric(["computed"], report.prefix_computed)
-        yield prefix
 
 
 class _Group(asyncio.TaskGroup):
@@ -491,7 +485,7 @@ class _Server:
     ) -> AsyncGenerator[tuple[Row, TextReader, list[NewText], Done | None], None]:
         """Yields the current row, its reader, its new text and, at the end, the choice."""
         reader = answer.reader(self._model, request)
-        rows = self._engine.watch(request, every_block=False)
+        rows = self._engine.watch(request)
         async with contextlib.aclosing(rows):
             async for row in rows:
                 _check(row)

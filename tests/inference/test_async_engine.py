@@ -46,19 +46,15 @@ def test_rows_are_those_of_the_engine_and_back_pressure_holds_callers_up():
     assert all(same_row(row, alone(number)) for number, row in enumerate(rows))
 
 
-def test_canvases_come_block_by_block_and_the_last_is_the_row():
-    (asked,) = make_requests(MODEL, "A ", {"gen_length": 6, "steps": 6, "block_length": 2})
+def test_canvases_come_call_by_call_and_the_last_is_the_row():
+    (asked,) = make_requests(MODEL, "A ", {"gen_length": 6, "steps": 6})
 
     async def canvases(engine):
-        steps = [row async for row in engine.watch(asked, every_block=False)]
-        return steps, [row async for row in engine.watch(asked)]
+        return [row async for row in engine.watch(asked)], await engine.row(asked)
 
-    steps, blocks = _run(canvases)
-    # Two steps a call, in any case.
-    assert [row.steps for row in steps] == [0, 2, 4, 6]
-    assert [row.block for row in blocks[:-1]] == [0, 1, 2]
-    assert blocks[-1].status == Status.DONE
-    assert blocks[-1].tokens.tolist() == steps[-1].tokens.tolist()
+    shown, row = _run(canvases)
+    assert [one.steps for one in shown] == [0, 2, 4, 6]
+    assert shown[-1].status == Status.DONE and same_row(shown[-1], row)
 
 
 def _request_of_a_new_program(steps=4):
@@ -111,26 +107,6 @@ def test_rows_go_on_while_the_program_of_another_request_compiles(is_idle, monke
     assert same_row(others[0], alone(4)) and same_row(*made)
 
 
-def test_rows_go_on_in_the_program_that_is_there_while_a_larger_one_compiles(monkeypatch):
-    async def burst(engine):
-        await engine.row(request(4))
-        compilers = Compilers(monkeypatch)
-        tasks = [asyncio.create_task(engine.row(request(4))) for _ in range(6)]
-        assert await asyncio.to_thread(compilers.is_in.wait, 20)
-        await tasks[0]
-        compilers.goes_on.set()
-        rows = await asyncio.gather(*tasks)
-        while engine.engine.needs_program:
-            await asyncio.sleep(0.01)
-        rows += await asyncio.gather(*[engine.row(request(4)) for _ in range(3)])
-        return rows, engine.engine.report().compiled
-
-    rows, compiled = _run(burst, sizes=(1, 3))
-    assert all(row.tokens.tolist() == alone(4).tokens.tolist() for row in rows)
-    # The smaller program may be there from another engine.
-    assert compiled[-1].split()[0] == "rows=3"
-
-
 def test_a_program_that_cannot_be_compiled_is_told_to_those_who_wait_for_it_alone(monkeypatch):
     new = _request_of_a_new_program()
 
@@ -143,13 +119,13 @@ def test_a_program_that_cannot_be_compiled_is_told_to_those_who_wait_for_it_alon
         gone.cancel()
         other = await engine.row(request(4))
         compilers.goes_on.set()
-        found = await lost
+        with pytest.raises(MemoryError, match="too large"):
+            await lost
         compilers.error = None
-        return other, found, await engine.row(new)
+        return other, await engine.row(new)
 
-    other, lost, again = _run(both)
+    other, again = _run(both)
     assert same_row(other, alone(4)) and again.status is Status.DONE
-    assert lost.status is Status.FAILED and lost.is_lost and "too large" in str(lost.error)
 
 
 def test_a_host_sampler_is_called_for_its_own_row_alone_while_its_program_compiles():
@@ -213,21 +189,6 @@ def test_what_is_refused_or_fails_is_told_to_its_caller_alone():
     assert failed.status is Status.FAILED and "not one of its" in str(failed.error)
 
 
-def test_a_row_with_a_host_sampler_is_awaited_beside_others_and_carries_what_was_read_back():
-    def asked(sampler):
-        return dataclasses.replace(request(6), host_sampler=sampler, read_back=True)
-
-    async def mixed(engine):
-        ones = (request(6), asked(lambda candidates: candidates.ids[0]), asked(None))
-        return await asyncio.gather(*[engine.row(one) for one in ones])
-
-    plain, hosted, seen = _run(mixed)
-    assert same_row(plain, alone(6)) and not plain.read_back
-    assert seen.tokens.tobytes() == plain.tokens.tobytes()
-    assert all(w.token == w.candidates.ids[0] for w in hosted.read_back)
-    assert len(hosted.read_back) == len(seen.read_back) == plain.num_generated
-
-
 def test_turns_go_on_without_the_event_loop_and_take_up_what_comes(monkeypatch):
     (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
     calls, ended, is_second_in = [], threading.Event(), threading.Event()
@@ -258,35 +219,6 @@ def test_turns_go_on_without_the_event_loop_and_take_up_what_comes(monkeypatch):
     first, second = _run(both)
     assert first.tokens.tolist() == second.tokens.tolist()
     assert calls[:4] == [1, 1, 1, 2], "a request that finds a free slot is in the next call"
-
-
-def test_a_request_that_comes_during_a_call_does_not_wait_for_the_program_of_another(monkeypatch):
-    new = _request_of_a_new_program()
-    step, is_in_step, goes_on = Engine.step, threading.Event(), threading.Event()
-
-    def held(engine, num_steps, **how):
-        rows = step(engine, num_steps, **how)
-        if engine.needs_program and not is_in_step.is_set():
-            is_in_step.set()
-            assert goes_on.wait(20)
-        return rows
-
-    async def both(engine):
-        await engine.row(request(4))
-        compilers = Compilers(monkeypatch)
-        monkeypatch.setattr(Engine, "step", held)
-        first = asyncio.create_task(engine.row(new))
-        assert await asyncio.to_thread(is_in_step.wait, 20)
-        second = asyncio.create_task(engine.row(request(4)))
-        await asyncio.sleep(0.01)
-        goes_on.set()
-        row = await asyncio.wait_for(second, 20)
-        assert not first.done()
-        compilers.goes_on.set()
-        await first
-        return row
-
-    assert same_row(_run(both), alone(4))
 
 
 @pytest.mark.parametrize("end", ["asyncio.run(main())", "loop.run_until_complete(main())"])

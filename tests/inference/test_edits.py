@@ -100,7 +100,7 @@ def test_a_draft_longer_than_its_target_ends_at_the_target_within_the_steps():
     assert not made.counters.insertions.any()
 
 
-@pytest.mark.parametrize(("every", "num_samples"), [(1, 1), (3, 3), ("block", 1)])
+@pytest.mark.parametrize(("every", "num_samples"), [(1, 1), (3, 3)])
 def test_the_last_canvas_of_a_stream_is_what_is_generated(every, num_samples):
     made = _generated()
     for index, rows in enumerate(_streamed(every, num_samples)):
@@ -119,7 +119,7 @@ def _traced(rows) -> list[int]:
     return places
 
 
-@pytest.mark.parametrize(("every", "num_samples"), [(3, 3), ("block", 1)])
+@pytest.mark.parametrize(("every", "num_samples"), [(3, 3)])
 def test_origins_lead_back_to_the_first_canvas_however_seldom_a_row_is_shown(every, num_samples):
     for index, rows in enumerate(_streamed(every, num_samples)):
         each_step = _streamed(1)[index]
@@ -135,15 +135,13 @@ def test_origins_lead_back_to_the_first_canvas_however_seldom_a_row_is_shown(eve
             assert last.tokens[place] == rows[0].tokens[places[place]]
 
 
-@pytest.mark.parametrize("every_block", [False, True])
-def test_origins_count_from_the_canvas_shown_last_for_a_row_cancelled_or_shown_again(every_block):
-    """A row is shown again, after no step, when another enters a slot beside it."""
+def test_origins_count_from_the_canvas_shown_last_for_a_row_that_is_cancelled():
     requests = [make_requests(MODEL, prompt, {})[0] for prompt in PROMPTS]
     with Engine(MODEL, sizes=(8,)) as engine:
         shown: dict[int, list[Row]] = {}
         for request in (requests, [], [], requests[:1], [], None):
             for one in request or []:
-                number = engine.submit(one, is_watched=True, every_block=every_block)
+                number = engine.submit(one, is_watched=True)
                 shown[number] = []
             for number in shown if request is None else ():
                 engine.cancel(number)

@@ -28,7 +28,7 @@ def test_lines_tell_rates_since_the_last_one_and_what_runs_and_waits():
     first, second = map(json.loads, objects.getvalue().splitlines())
     # One of the first two requests wants a single step, and makes room for another.
     assert first["seconds"] == 2.0 and second["seconds"] == 6.0
-    assert (first["rows"], first["running"], first["slots"], first["waiting"]) == (1, 2, 2, 2)
+    assert (first["rows"], first["running"], first["slots"], first["waiting"]) == (1, 1, 2, 3)
     assert first["forwards_per_second"] == 1.0
     tokens = sum(row.num_generated for row in rows) + 1
     assert second["rows"] == 5 and second["tokens"] == tokens
@@ -36,7 +36,7 @@ def test_lines_tell_rates_since_the_last_one_and_what_runs_and_waits():
     assert second["forwards_per_second"] == (sum(row.steps for row in rows) + 1 - 2) / 4
     assert (second["running"], second["waiting"], second["programs"]) == (0, 0, 1)
     assert lines[0] == (
-        "engine: 0.5 rows/s, 0.5 tokens/s, 1.0 forwards/s; 2 of 2 slots busy, 2 waiting, 1 programs"
+        "engine: 0.5 rows/s, 0.5 tokens/s, 1.0 forwards/s; 1 of 2 slots busy, 3 waiting, 1 programs"
     )
 
 

@@ -1,12 +1,10 @@
 """Slots: requests of any number and length in, the same rows out."""
 
-import dataclasses
 import functools
 import gc
 from collections import deque
 
 import canvases
-import enumerable
 import jax
 import jax.monitoring
 import jax.numpy as jnp
@@ -16,22 +14,17 @@ import toy
 from canvases import Row, holes
 
 from dlm_jax.config import SamplingParams
-from dlm_jax.distributed.partitions import OwnRows
-from dlm_jax.inference.generate import all_requests
-from dlm_jax.inference.host import HostLoop
 from dlm_jax.inference.request import Request
-from dlm_jax.inference.results import assemble, canvas_size
-from dlm_jax.inference.scheduler import Entry
+from dlm_jax.inference.results import assemble
 from dlm_jax.inference.slots import (
     Bucket,
     CompiledLoop,
+    Entry,
     Slots,
     Weights,
-    compiled_loop,
     slot_count,
 )
 from dlm_jax.sampling.loop import Advance
-from dlm_jax.sampling.replay import Trace
 from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.types import Status
@@ -246,46 +239,6 @@ def test_slots_come_in_few_sizes():
     assert [slot_count(n, 6) for n in (3, 5, 7)] == [4, 6, 6]
 
 
-def test_what_the_slots_cannot_run_is_refused():
-    asks = dataclasses.replace(_request(ROWS[0]), read_back=True)
-    bucket = Bucket([asks], FACTS, 64)
-    with pytest.raises(ValueError, match="rows that need the host require a HostLoop"):
-        Slots(_loop(), _weights(), bucket, 2)
-    hosted = CompiledLoop(HostLoop(canvases.program()))
-    assert Slots(hosted, _weights(), bucket, 2).num_slots == 2
+def test_a_canvas_shorter_than_a_request_is_refused():
     with pytest.raises(ValueError, match="canvas=2 is less than the 3 positions"):
         Bucket([_request(Row(holes(2, 1)))], FACTS, 2)
-
-
-@pytest.mark.slow
-def test_the_trace_of_a_row_that_ends_before_the_others_is_copied_alone(monkeypatch):
-    """Traces of all rows are copied together when most of them end; each is the same."""
-    model, common = enumerable.MODEL, {"order": "random", "ignore_eos": True, "trace": True}
-    prompts = [{"prompt": "", "steps": min(1 + n, 3), "seed": n} for n in range(8)]
-    requests = all_requests(model, prompts, 1, common)
-    bucket = Bucket(requests, model.facts, canvas_size(3))
-    loop, fetch, copied = compiled_loop(model, bucket, 8), OwnRows.fetch, []
-
-    def counted(self, tree):
-        copied.extend(len(tree.steps) for _ in [0] if isinstance(tree, Trace))
-        return fetch(self, tree)
-
-    monkeypatch.setattr(OwnRows, "fetch", counted)
-
-    def traces():
-        slots = Slots(loop, Weights(model.params), bucket, 8)
-        running = _put(slots, *(Entry(number=n, request=r, slot=n) for n, r in enumerate(requests)))
-        found = {}
-        while running:
-            ended, _, _ = slots.advance(running, 1)
-            for entry, row in zip(ended, slots.rows(ended), strict=True):
-                found[entry.slot] = row.trace
-                del running[entry.slot]
-        return found
-
-    found = traces()
-    assert copied == [8], "rows 0 and 1 end alone, the other six together"
-    assert not found[0].is_written[:, 1:].any() and found[7].is_written[:, 1:].any()
-    monkeypatch.setattr("dlm_jax.inference.slots._ALONE", 9)
-    jax.tree.map(np.testing.assert_array_equal, found, traces())
-    assert copied == [8] * 4

@@ -15,13 +15,11 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import toy
 import toy_model
 from serving_cases import EOS, MODEL, client_of, post, serving
 
 import dlm_jax
 from dlm_jax.config import Config, ObjectiveConfig
-from dlm_jax.model.transformer import build
 from dlm_jax.serving.protocol import Completion, Limits, Planner
 from dlm_jax.structured import Structures
 
@@ -226,29 +224,6 @@ def test_models_health_tokens_and_figures(client, running):
         assert f"dlm_jax_{name}_total {float(getattr(holder, name))}\n" in figures
     assert work.counters.filled > 0
     assert 'dlm_jax_prefix_positions_total{how="found"} 0.0\n' in figures
-
-
-@pytest.mark.slow
-def test_chats_of_one_system_prompt_compute_it_once():
-    network = build(
-        toy.config(
-            vocab_size=MODEL.tokenizer.vocab_size, attention_type="block_causal", block_length=4
-        )
-    )
-    model = dataclasses.replace(
-        MODEL, network=network, params=toy.random_params(network), max_length=256,
-        sample=dataclasses.replace(MODEL.sample, cache="exact"),
-    )  # fmt: skip
-    system = {"role": "system", "content": "The cats sat here as the rats ate the rest. " * 4}
-    with serving(model, prefix_mib=1) as server, client_of(server) as client:
-        for content in ("A rat", "The cat", "A cat sat"):
-            messages = [system, {"role": "user", "content": content}]
-            client.chat.completions.create(model="toy", messages=messages, max_tokens=8)
-        assert server.idle()
-        report = server.engine.report()
-        assert report.prefix_found == 2 * 128
-        figures = httpx.get(f"{server.url}/metrics").text
-    assert 'dlm_jax_prefix_positions_total{how="found"} 256.0\n' in figures
 
 
 REFUSED = [
