@@ -1,12 +1,9 @@
 """Names of settings in other programs: each error message names the setting of this library."""
 
-import json
-
 import pytest
 import toy_model
 
 import dlm_jax
-from dlm_jax.batch.request_file import RequestFile
 from dlm_jax.cli import sample, train
 from dlm_jax.config import SamplingParams, from_dict
 
@@ -26,13 +23,6 @@ def test_the_number_of_new_tokens_is_not_a_length_target():
 
 def _generate(name, tmp_path, capsys):
     dlm_jax.generate(toy_model.MODEL, ["The"], **{name: 1})
-
-
-def _request(name, tmp_path, capsys):
-    path = tmp_path / "in.jsonl"
-    path.write_text(json.dumps({"prompt": "The", name: 1}))
-    (line,) = RequestFile(path, known=list(SamplingParams.table.request_settings))
-    raise ValueError(line.error)
 
 
 def _config(name, tmp_path, capsys):
@@ -61,7 +51,7 @@ CASES = [
     ("num_steps", "it is named {}steps here"),
     ("temprature", "did you mean '{}temperature'?"),
 ]
-DOORS = {_generate: "", _request: "", _config: "sample.", _flag: "--", _key: "--sample."}
+DOORS = {_generate: "", _config: "sample.", _flag: "--", _key: "--sample."}
 
 
 @pytest.mark.parametrize(

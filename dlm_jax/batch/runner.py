@@ -1,20 +1,17 @@
-"""Samples a file of requests and writes a file of results.
-
-Requests are read a bounded number ahead and grouped by static settings and canvas size (a power of
-two), so that few programs are compiled. Within a group, a free slot gets the next request.
-"""
+"""Samples a file of requests, which are read a bounded number ahead, and writes the results."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import dlm_jax.config as configs
-from dlm_jax.batch.request_file import Key, Line
+from dlm_jax.batch.files import KeyTable, Line
 from dlm_jax.distributed.partitions import digest_of, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
@@ -37,6 +34,7 @@ READ_AHEAD = 1024
 """Number of rows that are read before the first step, and that may wait for a slot."""
 
 _HOST = ("host_sampler", "read_back")
+_PYTHON_ONLY = {"rules", "transforms", "commit", "trace"}
 _MOST_SETTINGS = 4096
 
 
@@ -44,7 +42,7 @@ class Sink(Protocol):
     """A store of results; `done` has the keys of the stored results."""
 
     @property
-    def done(self) -> Set[Key]: ...
+    def done(self) -> KeyTable: ...
 
     def write(self, result: Mapping[str, Any]) -> None: ...
 
@@ -56,8 +54,7 @@ class RunReport(NamedTuple):
       rows: number of rows finished in this run.
       errors: number of requests that ended in an error in this run.
       tokens: number of tokens generated in this run, excluding rows with errors.
-      occupancy: fraction of slot steps that had a row while requests for the same program waited; 1
-          if none waited.
+      occupancy: fraction of slot steps that had a row; 1 if no row ran.
       programs: canvas and number of slots of each program that ran.
     """
 
@@ -192,8 +189,7 @@ def run_requests(
     return RunReport(rows, errors, tokens, report.occupancy, report.programs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Accepted:
+class Accepted(NamedTuple):
     """A line with the request of its first sample, or the reason why it cannot run.
 
     Attributes:
@@ -224,15 +220,6 @@ class Accepted:
         return {"id": self.line.id} | ({"sample": sample} if self.line.num_samples > 1 else {})
 
 
-class _Recent(dict[Any, Any]):
-    """A cache that is emptied when it is full."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if len(self) >= _MOST_SETTINGS:
-            self.clear()
-        super().__setitem__(key, value)
-
-
 def accept_lines(
     model: Model,
     lines: Iterable[Line],
@@ -243,15 +230,19 @@ def accept_lines(
     max_candidates: int = 64,
 ) -> Iterator[Accepted]:
     """Yields each line with its request or its error."""
-    known = _Recent()
+    known: dict[Any, Any] = {}
     declared = with_rules(settings.get("rules")).settings.values()
     lists = {setting.name for setting in declared if setting.is_list}
     for line in lines:
+        if len(known) > _MOST_SETTINGS:
+            known.clear()
         common = dict(settings) | {"seed": (seed + line.first) % 2**32}
+        given = dict(line.settings)
         try:
             if line.error is not None:
                 raise ValueError(line.error)
-            given = dict(line.settings)
+            for name in _PYTHON_ONLY & given.keys():
+                raise ValueError(f"{name} is not a setting of a request; pass it to the program")
             stops, stop_ids = stops_of(
                 model.tokenizer, given.pop("stop", None), given.pop("stop_token_ids", None)
             )
@@ -263,12 +254,10 @@ def accept_lines(
             (request,) = make_requests(model, own, common, known=known)
             if (stops or stop_ids) and TextReader(model, request).is_infill:
                 raise ValueError("stop has no effect on an infill; remove it")
-            accepted = Accepted(
-                line=line, request=request, read_back=size, stops=stops, stop_ids=stop_ids
-            )
+            accepted = Accepted(line, request, "", size, stops, stop_ids)
             accepted.sample(line.num_samples - 1)  # checks the last seed
         except ValueError as error:
-            accepted = Accepted(line=line, error=_error(line, error))
+            accepted = Accepted(line, error=_error(line, error))
         yield accepted
 
 
@@ -283,17 +272,14 @@ def _planned(
     coming = ((line, index) for line in lines for index in range(line.line.num_samples))
     first = list(itertools.islice(coming, read_ahead))
     requests = [line.request for line, _ in first if line.request is not None]
-    chains, recent = chains_in_use(requests), _Recent()
+    chains = chains_in_use(requests)
+    # Requests that share a settings object also share the shortened one.
+    shared = functools.lru_cache(_MOST_SETTINGS)(lambda sample: with_chain_in_use(sample, chains))
 
     def shorten(request: Request) -> Request:
-        # Requests that share a settings object also share the shortened one, which is kept with it,
-        # because the id of an object that is gone can return.
-        sample = request.sample
-        if sample.structure:  # may hold a large automaton
-            return replace(request, sample=with_chain_in_use(sample, chains))
-        if id(sample) not in recent:
-            recent[id(sample)] = sample, with_chain_in_use(sample, chains)
-        return replace(request, sample=recent[id(sample)][1])
+        # A structure may be a large automaton, which is not cached.
+        short = shared.__wrapped__ if request.sample.structure else shared
+        return replace(request, sample=short(request.sample))
 
     is_part = len(first) == read_ahead
     engine.reserve([shorten(request) for request in requests], is_part=is_part)
@@ -313,29 +299,25 @@ def _host_settings(
     settings: Mapping[str, Any],
 ) -> tuple[HostSampler | None, int]:
     """A line's host sampler and number of candidates to read back."""
-    name, size = settings.get("host_sampler"), settings.get("read_back")
-    if size is True:
-        size = max_candidates
-    if size is not None and type(size) not in (bool, int):
-        raise ValueError(f"read_back={size!r} is not an integer; pass a number of candidates")
-    if size and not 1 <= size <= max_candidates:
+    name, size = settings.get("host_sampler"), settings.get("read_back") or 0
+    size = max_candidates if size is True else size
+    if type(size) is not int or not 0 <= size <= max_candidates:
         raise ValueError(
-            f"read_back={size} is outside [1, {max_candidates}], the number of "
-            f"candidates sent to the host; use fewer or raise max_candidates"
+            f"read_back={size!r} is not an integer in [1, {max_candidates}], the number of "
+            "candidates sent to the host; use fewer or raise max_candidates"
         )
     if (name is not None or size) and spans_processes(split_rows(model.params)):
         raise ValueError(
             "host_sampler and read_back need whole rows in one process; remove them, or run "
             "the file in processes that do not share a mesh"
         )
-    if name is not None and not isinstance(name, str):
+    if name is None:
+        return None, size
+    if samplers is None or not isinstance(name, str):
         raise ValueError(
-            f'host_sampler={name!r} is not a string; write "module:function", or null for none'
+            f'host_sampler={name!r} is not allowed; write "module:function" and allow its module'
         )
-    if name is not None and samplers is None:
-        raise ValueError(f"host_sampler={name!r} is not allowed; allow its module or remove it")
-    sampler = None if name is None or samplers is None else samplers(name)
-    return sampler, int(size or 0)
+    return samplers(name), size
 
 
 def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,16 @@ import numpy as np
 from tqdm import tqdm
 
 import dlm_jax
-from dlm_jax.batch.request_file import Key, KeyTable, Line, RequestFile, share
-from dlm_jax.batch.result_file import Results, fingerprint, result_key
+from dlm_jax.batch.files import (
+    Key,
+    KeyTable,
+    Line,
+    RequestFile,
+    Results,
+    fingerprint,
+    result_key,
+    share,
+)
 from dlm_jax.batch.runner import (
     READ_AHEAD,
     RunReport,
@@ -40,7 +48,6 @@ from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine, Report
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.progress import Progress
-from dlm_jax.sampling.rules import with_rules
 from dlm_jax.store.files import NO_SOURCE, source_digest
 
 
@@ -133,13 +140,14 @@ class _NoResults:
 
 
 class _Keys:
-    """The keys of all results, in order; each iteration reads the file again."""
+    """The keys of a process's results, in order; each iteration reads the file again."""
 
-    def __init__(self, lines: Iterable[Line]):
-        self._lines = lines
+    def __init__(self, lines: Iterable[Line], index: int, count: int):
+        self._lines, self._index, self._count = lines, index, count
 
     def __iter__(self) -> Iterator[Key]:
-        return (key for line in self._lines for key in line.keys)
+        lines = share(self._lines, self._index, self._count)
+        return (key for line in lines for key in line.keys)
 
 
 def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
@@ -153,8 +161,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
         sample = settings_of_call(model, settings | host)
     settings = settings | host
     with refusals(), contextlib.ExitStack() as stack:
-        known = with_rules(settings.get("rules", ())).request_settings
-        lines = RequestFile(args.prompts, known=[*known, "infill"], num_samples=args.num_samples)
+        lines = RequestFile(args.prompts, num_samples=args.num_samples)
         described = describe_settings(settings)
         described |= {"seed": args.seed, "num_samples": args.num_samples}
         described |= {"max_candidates": args.max_candidates}
@@ -205,14 +212,14 @@ def _same_in_all(
     """The results of this process's part, also in a process that does not write them."""
     if results is not None and jax.process_count() == 1:
         return results
-    keys = list[Key]() if results is None else _Keys(share(lines, index, count))
+    keys = list[Key]() if results is None else _Keys(lines, index, count)
     done = results and np.packbits(np.fromiter((key in results.done for key in keys), bool))
     told = gathered((index, results and (results.plan, done)))
     plan, bits = next(value for i, value in told if i == index and value is not None)
     if results is not None:
         return results
     table = KeyTable()
-    for key, is_done in zip(_Keys(share(lines, index, count)), np.unpackbits(bits), strict=False):
+    for key, is_done in zip(_Keys(lines, index, count), np.unpackbits(bits), strict=False):
         if is_done:
             table.add(key)
     return _NoResults(table, plan)
@@ -286,20 +293,16 @@ def _run(
     if not isinstance(results, Results):
         return End.DONE
     with refusals():
-        is_complete = results.finish(_Keys(lines))
+        results.finish(_Keys(lines, index, count))
     seconds, compiling = time.perf_counter() - began, compile_clock().seconds - compiled
     print(
         f"{report.rows} rows, {report.errors} refused, {report.tokens} tokens in {seconds:.2f} s "
-        f"({speeds(report.tokens, seconds, compiling)}), slots {report.occupancy:.0%} occupied "
-        "while rows of their program waited; "
+        f"({speeds(report.tokens, seconds, compiling)}), slots {report.occupancy:.0%} occupied; "
         f"{len(report.programs)} programs ({', '.join(report.programs)})",
         file=sys.stderr,
     )
-    print(
-        f"wrote {args.output}" if is_complete else "the other processes have not finished yet",
-        file=sys.stderr,
-    )
-    return _end(Path(args.output)) if is_complete else End.PARTLY if report.errors else End.DONE
+    print(f"wrote {results.path if count > 1 else args.output}", file=sys.stderr)
+    return _end(results.path)
 
 
 def _run_rows(

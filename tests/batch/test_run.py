@@ -15,8 +15,7 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.batch import runner
-from dlm_jax.batch.request_file import RequestFile, share
-from dlm_jax.batch.result_file import Results
+from dlm_jax.batch.files import RequestFile, Results, share
 from dlm_jax.batch.runner import describe_model, describe_settings, run_requests
 from dlm_jax.config import SamplingParams
 from dlm_jax.data.tokenizers import CharacterTokenizer
@@ -35,7 +34,6 @@ MODEL = dataclasses.replace(
     # The chain is short, so that it compiles fast.
     sample=SamplingParams(steps=6, chain=("temperature",), order="left_to_right", ignore_eos=True),
 )
-KNOWN = [field.name for field in dataclasses.fields(SamplingParams)] + ["infill"]
 REQUESTS = [
     {"id": number, "prompt": "The cat "[: number % 5], "gen_length": 3 + 5 * (number % 7),
      "temperature": 0.5 + number % 3, "steps": 2 + 3 * (number % 4)}
@@ -87,7 +85,7 @@ def _run(
 ):  # fmt: skip
     """The rows of the output file after a run, which may be stopped after some results."""
     source = _write(directory / "in.jsonl", requests)
-    lines = list(RequestFile(source, known=KNOWN, num_samples=num_samples))
+    lines = list(RequestFile(source, num_samples=num_samples))
     target = directory / "out.jsonl"
     seen = []
 
@@ -104,12 +102,11 @@ def _run(
                 model, share(lines, index, count), results, seed=5, batch_size=batch_size,
                 on_result=on_result, **options,
             )  # fmt: skip
-            results.finish([key for line in lines for key in line.keys])
+            own = share(lines, index, count)
+            results.finish([key for line in own for key in line.keys])
     except KeyboardInterrupt:
         assert stop_after is not None
-    if not target.exists():
-        return []
-    return [json.loads(line) for line in target.read_text().splitlines()]
+    return [json.loads(line) for line in results.path.read_text().splitlines()]
 
 
 def _untimed(rows):
@@ -120,7 +117,7 @@ def _untimed(rows):
 
 
 def _requests(path):
-    lines = RequestFile(path, known=KNOWN)
+    lines = RequestFile(path)
     return [line.request for line in runner.accept_lines(MODEL, lines, settings={})]
 
 
@@ -166,9 +163,9 @@ def test_a_stopped_run_goes_on_with_another_number_of_slots(tmp_path, whole):
     assert all(row in again for row in stopped)
 
 
-def test_processes_share_the_lines_and_the_last_one_merges(tmp_path, whole):
-    assert _run(tmp_path, REQUESTS, index=1, count=2) == []
-    assert _untimed(_run(tmp_path, REQUESTS, index=0, count=2)) == _untimed(whole)
+def test_processes_share_the_lines(tmp_path, whole):
+    even, odd = (_untimed(_run(tmp_path, REQUESTS, index=n, count=2)) for n in (0, 1))
+    assert odd == _untimed(whole)[::2] and even == _untimed(whole)[1::2]
 
 
 def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
@@ -239,7 +236,7 @@ def test_every_setting_that_is_a_list_is_one_in_json_own_ones_too(tmp_path):
         "order": "low_confidence",
     }  # fmt: skip
     path = _write(tmp_path / "in.jsonl", [given, {"favoured": 3}])
-    lines = RequestFile(path, known=[*table.settings])
+    lines = RequestFile(path)
     accepted, refused = runner.accept_lines(MODEL, lines, settings={"rules": [Favour]})
     made = {name: getattr(accepted.request.sample, name) for name in given}
     assert made == given | dict.fromkeys(shared, (3,)) | {
@@ -277,7 +274,7 @@ def test_requests_of_the_same_settings_resolve_and_check_them_once(tmp_path, mon
 def test_a_long_file_runs_in_programs_of_one_size_and_is_read_as_rows_start(tmp_path):
     """Of which a resumed run chooses the same."""
     requests = [{"gen_length": (5, 70)[n % 9 == 8], "steps": 3} for n in range(40)] + [{"stepz": 1}]
-    lines = list(RequestFile(_write(tmp_path / "in.jsonl", requests), known=KNOWN))
+    lines = list(RequestFile(_write(tmp_path / "in.jsonl", requests)))
     read, seen = [], []
 
     def coming():
@@ -558,9 +555,9 @@ def test_a_host_sampler_that_fails_or_is_refused_costs_its_own_row_alone(
     errors = [row["error"] for row in rows[3:]]
     for error, said in zip(errors, [
         "line 3: os:system is not allowed", "line 3: os:system is not allowed",
-        "line 4: host_sampler=5 is not a string", "line 5: read_back=65 is outside [1, 64]",
+        "line 4: host_sampler=5 is not allowed", "line 5: read_back=65 is not an integer in [1",
         "line 6: read_back='all' is not an integer", "line 7: read_back=[2] is not an integer",
-        "line 8: n=0 samples must be 1 to 1048576",
+        "line 8: n=0 must be an integer from 1 to 1048576",
     ], strict=True):  # fmt: skip
         assert said in error
     (tmp_path / "none").mkdir()
@@ -639,6 +636,6 @@ def test_a_line_with_a_structure_and_a_wrong_setting_ends_no_other_line(tmp_path
     file = tmp_path / "in.jsonl"
     rows = [{"structure": "A+", name: value}, {"prompt": "A "}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    lines = RequestFile(file, known=KNOWN)
+    lines = RequestFile(file)
     refused, accepted = runner.accept_lines(MODEL, lines, settings={})
     assert accepted.request is not None and name in refused.error

@@ -399,7 +399,7 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
             ["--prompts", "i", "--output", "o", "--read-back", "2", "--fill", "wavefront"],
             "use --fill='parallel'",
         ),
-        (["--prompts", "i", "--output", "o"], "i does not exist"),
+        (["--prompts", "i", "--output", "o"], "i cannot be read"),
         (["--num-processes", "2"], "--num-processes and --process-id require --prompts"),
         (["--prompts", "i", "--output", "o", "--batch-size", "0"], "argument --batch-size: 0 is"),
         (["--trace", "nowhere/page.html"], "the directory does not exist"),

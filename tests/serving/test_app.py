@@ -223,7 +223,6 @@ def test_models_health_tokens_and_figures(client, running):
         holder = work if name in ("rows", "steps") else work.counters
         assert f"dlm_jax_{name}_total {float(getattr(holder, name))}\n" in figures
     assert work.counters.filled > 0
-    assert 'dlm_jax_prefix_positions_total{how="found"} 0.0\n' in figures
 
 
 REFUSED = [

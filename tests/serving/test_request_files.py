@@ -7,8 +7,7 @@ import re
 import toy_model
 from serving_cases import post, serving
 
-from dlm_jax.batch.request_file import RequestFile
-from dlm_jax.batch.result_file import Results
+from dlm_jax.batch.files import RequestFile, Results
 from dlm_jax.batch.runner import run_requests
 from dlm_jax.config import SamplingParams
 
@@ -23,9 +22,8 @@ SHAPED = [
 def _answered(directory, model, requests):
     source, target = directory / "in.jsonl", directory / "out.jsonl"
     source.write_text("".join(json.dumps(one) + "\n" for one in requests))
-    known = [field.name for field in dataclasses.fields(SamplingParams)]
     with Results(target, fingerprint="same") as results:
-        run_requests(model, list(RequestFile(source, known=known)), results, seed=5, batch_size=8)
+        run_requests(model, list(RequestFile(source)), results, seed=5, batch_size=8)
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     return sorted((row for row in rows if "text" in row), key=lambda row: row["id"])
 

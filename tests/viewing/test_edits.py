@@ -7,7 +7,7 @@ import dlm_jax
 from dlm_jax.viewing.frames import Kind, changes, frame_of
 
 
-@pytest.mark.parametrize(("every", "num_samples"), [(1, 1), (3, 3), ("block", 1)])
+@pytest.mark.parametrize(("every", "num_samples"), [(1, 1), (3, 3)])
 def test_a_view_accepts_the_canvases_and_sees_as_many_edits_as_are_counted(every, num_samples):
     shown = [[] for _ in PROMPTS]
     for canvases in dlm_jax.stream(
