@@ -15,7 +15,7 @@ import pytest
 import tiny_run
 
 import dlm_jax.config as configs
-from dlm_jax.batch.files import Results
+from dlm_jax.batch.json_lines import Results
 from dlm_jax.data.pipeline import write_tokens
 from dlm_jax.store import save_weights
 from dlm_jax.store.files import copy_whole, located, replacing

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import dlm_jax.config as configs
-from dlm_jax.batch.files import KeyTable, Line
+from dlm_jax.batch.json_lines import KeyTable, Line
 from dlm_jax.distributed.partitions import digest_of, spans_processes, split_rows
 from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine

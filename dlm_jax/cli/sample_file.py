@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 import dlm_jax
-from dlm_jax.batch.files import (
+from dlm_jax.batch.json_lines import (
     Key,
     KeyTable,
     Line,

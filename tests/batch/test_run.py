@@ -15,7 +15,7 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.batch import runner
-from dlm_jax.batch.files import RequestFile, Results, share
+from dlm_jax.batch.json_lines import RequestFile, Results, share
 from dlm_jax.batch.runner import describe_model, describe_settings, run_requests
 from dlm_jax.config import SamplingParams
 from dlm_jax.data.tokenizers import CharacterTokenizer

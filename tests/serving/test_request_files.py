@@ -7,7 +7,7 @@ import re
 import toy_model
 from serving_cases import post, serving
 
-from dlm_jax.batch.files import RequestFile, Results
+from dlm_jax.batch.json_lines import RequestFile, Results
 from dlm_jax.batch.runner import run_requests
 from dlm_jax.config import SamplingParams
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlm_jax.batch import Line, RequestFile, Results, fingerprint, share
-from dlm_jax.batch.files import KeyTable
+from dlm_jax.batch.json_lines import KeyTable
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 IDS = TEXTS.filter(lambda text: not text.startswith("line ")) | st.integers(-(2**70), 2**70)
