@@ -97,7 +97,10 @@ def make_chain(temperatures: Sequence[float], banned: Sequence[int] = toy.BANNED
     """Bans and a temperature for each row."""
     ids = jnp.tile(jnp.array([banned], jnp.int32), (len(temperatures), 1))
     bans = LogitBias(ids, jnp.full(ids.shape, -jnp.inf))
-    return chain(bans, Temperature(jnp.array(temperatures, jnp.float32)))
+    first_B = jnp.array(temperatures, jnp.float32)
+    return chain(
+        bans, Temperature(first_B, first_B, jnp.zeros_like(first_B), jnp.ones_like(first_B))
+    )
 
 
 def make_state(

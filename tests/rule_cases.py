@@ -195,7 +195,6 @@ def samples(name: str, count: int, seed: int = 0) -> list[SamplingParams]:
             sampler_even_odd=index % 4 > 1,
             sampler_one_sided=index % 3 == 1,
             sampler_temperature=(1.0, 0.6)[index % 2],
-            sampler_top_p=(0.0, 0.9, 0.5)[index % 3],
         ))
         for index in range(count)
     ]  # fmt: skip

@@ -56,7 +56,7 @@ def _penalties(on: bool, vocab: int) -> tf.Penalties:
 
 def _dry(on: bool, vocab: int) -> tf.Dry:
     breakers = jnp.full((NUM_ROWS, 2), -1, jnp.int32)
-    return tf.Dry(real(0.8 if on else 0.0), real(1.75), whole(1), whole(-1), breakers)
+    return tf.Dry(real(0.8 if on else 0.0), real(1.75), whole(1), breakers)
 
 
 Case = Callable[[bool, int], Any]
@@ -65,20 +65,24 @@ CASES: dict[str, Case] = {
     "bias": _bias,
     "penalties": _penalties,
     "dry": _dry,
-    "temperature": lambda on, v: tf.Temperature(real(0.6 if on else 1.0)),
-    "dynamic_temperature": lambda on, v: tf.DynamicTemperature(
-        real(0.9 if on else 1.0), real(0.5 if on else 0.0), real(1.3)
+    "temperature": lambda on, v: tf.Temperature(
+        real(0.6 if on else 1.0), None, real(0.0), real(1.0)
+    ),
+    "dynamic_temperature": lambda on, v: tf.Temperature(
+        real(0.9 if on else 1.0), None, real(0.5 if on else 0.0), real(1.3)
     ),
     "top_n_sigma": lambda on, v: tf.TopNSigma(real(1.0 if on else 0.0), whole(1)),
     "top_k": lambda on, v: tf.TopK(whole(3 if on else 0), whole(1)),
     "typical_p": lambda on, v: tf.TypicalP(real(0.5 if on else 1.0), whole(2)),
-    "top_p": lambda on, v: tf.TopP(real(0.6 if on else 1.0), whole(1), real(0.0)),
+    "top_p": lambda on, v: tf.TopP(real(0.6 if on else 1.0), whole(1)),
     "min_p": lambda on, v: tf.MinP(real(0.2 if on else 0.0), whole(2)),
     "xtc": lambda on, v: tf.Xtc(real(1.0 if on else 0.0), real(0.05), whole(1)),
-    "mirostat_v1": lambda on, v: tf.MirostatV1(
-        real(1.5), real(0.1), flags(on), whole(1), vocab_size=v
+    "mirostat_v1": lambda on, v: tf.Mirostat(
+        whole(int(on)), real(1.5), real(0.1), whole(1), vocab_size=v
     ),
-    "mirostat_v2": lambda on, v: tf.MirostatV2(real(1.5), real(0.1), flags(on), whole(1)),
+    "mirostat_v2": lambda on, v: tf.Mirostat(
+        whole(2 * on), real(1.5), real(0.1), whole(1), vocab_size=v
+    ),
     # A user's own, from docs/own_rules.md.
     "softened": lambda on, v: rule_cases.own()["Softened"](real(0.2 if on else 0.0)),
 }

@@ -81,14 +81,13 @@ class Speculative(FillRule):
                 "and re-noise are not supported with fill='speculative'",
                 "leave them off",
             )
-        for name in row.chain:
-            for cls_ in row.table.transforms[name]:
-                if cls_.prepare is not LogitTransform.prepare and cls_.is_used(row):
-                    raise ValueError(
-                        f"{name!r} of the chain depends on committed tokens, but "
-                        "fill='speculative' verifies drafts before they are committed; leave it at "
-                        "its default"
-                    )
+        for transform in row.table.chained(row):
+            if transform.prepare is not LogitTransform.prepare and transform.is_used(row):
+                raise ValueError(
+                    f"{transform.name!r} of the chain depends on committed tokens, but "
+                    "fill='speculative' verifies drafts before they are committed; leave it at its "
+                    "default"
+                )
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:

@@ -259,8 +259,7 @@ def _read(
     The logits are those that the token was drawn from.
     """
     at = _at(inputs, places_P, is_real_P)
-    drawable_PV, is_grown_P = _drawable(program, params, state, inputs, places_P)
-    at = at._replace(is_grown_N=None if is_grown_P is None else is_grown_P & is_real_P)
+    drawable_PV, _ = _drawable(program, params, state, inputs, places_P)
     chain = step_chain(state)
     prepared = chain.prepare(state.chain_state, inputs.context)
     final_PV = chain.apply(prepared, drawable_PV, at).astype(jnp.float32)

@@ -440,10 +440,10 @@ def chains_in_use(requests: Sequence[Request]) -> Chains:
     for (table, chain), names in used.items():
         is_cut = False
         for name in chain:
-            classes = table.transforms[name]
-            if is_cut and not all(issubclass(cls, Pointwise) for cls in classes):
+            cls = table.transforms[name]
+            if is_cut and not issubclass(cls, Pointwise):
                 names.add(name)
-            is_cut |= TopK in classes
+            is_cut |= cls is TopK
     return {key: tuple(name for name in key[1] if name in names) for key, names in used.items()}
 
 

@@ -227,23 +227,18 @@ def _with_names(
     settings = {name: value for name, value in layer.items() if name not in replaced}
     transforms = layer.get("transforms")
     extends = bool(transforms) and transforms[0] is ...
-    classes: set[type] = set()
     for slot, rule in objects:
         for name, value in rule.as_settings().items():
             if name in settings and not np.array_equal(settings[name], value):
                 raise ValueError(f"{name} is given twice, with different values; use one value")
             settings[name] = value
-        if (selector := SLOTS[slot].selector) and not (slot == "transforms" and extends):
-            name = table.name_of(slot, type(rule))
-            if slot != "transforms":
-                settings[selector] = name
-            elif name not in settings.get(selector, ()) or type(rule) in classes:
-                # Variants of a transform share a name; the same one twice is refused later.
-                settings[selector] = (*settings.get(selector, ()), name)
-            classes.add(type(rule))
-            settings |= {"edit": True} if slot == "edit" else {}
+        name, selector = table.name_of(slot, type(rule)), SLOTS[slot].selector
+        if slot != "transforms":
+            settings |= {selector: name} if selector else {}
+        elif not extends:
+            settings[selector] = (*settings.get(selector, ()), name)
+        settings |= {"edit": True} if slot == "edit" else {}
     if transforms is not None and not extends:
-        every = (cls for classes in table.transforms.values() for cls in classes)
-        off = {s.name: s.default for cls in every for s in cls.settings()}
+        off = {s.name: s.default for cls in table.transforms.values() for s in cls.settings()}
         settings = off | {"chain": ()} | settings
     return settings

@@ -158,7 +158,7 @@ transforms."""
 class RuleTable:
     """Rules keyed by name, with one table per slot. The rules define all settings of a request."""
 
-    transforms: Mapping[str, tuple[type[LogitTransform], ...]]
+    transforms: Mapping[str, type[LogitTransform]]
     commit: Mapping[str, type[OrderRule]]
     fill: Mapping[str, type[FillRule]]
     remask: Mapping[str, type[RemaskRule]]
@@ -210,17 +210,16 @@ class RuleTable:
                 aliases=("samplers",),
             ),
         )
-        found: dict[str, Setting] = {}
-        entries = (entry for slot in SLOTS for entry in getattr(self, slot).values())
-        rules = (cls for e in entries for cls in (e if isinstance(e, tuple) else (e,)))
-        own = (setting for cls in rules for setting in cls.settings())
-        for setting in (GEN_LENGTH, *ROW_SETTINGS, *chosen, DRAW, EDIT, *own, IGNORE_EOS):
-            if found.setdefault(setting.name, setting) is not setting:
+        rules = (cls for slot in SLOTS for cls in getattr(self, slot).values())
+        declared = (setting for cls in rules for setting in cls.settings())
+        settings: dict[str, Setting] = {}
+        for setting in (GEN_LENGTH, *ROW_SETTINGS, *chosen, DRAW, EDIT, *declared, IGNORE_EOS):
+            if settings.setdefault(setting.name, setting) is not setting:
                 raise ValueError(
                     f"setting {setting.name!r} is declared twice with different definitions; "
                     f"share one Setting, or rename one"
                 )
-        return found
+        return settings
 
     @functools.cached_property
     def request_settings(self) -> dict[str, Setting]:
@@ -229,10 +228,7 @@ class RuleTable:
 
     def name_of(self, slot: str, cls: type[Rule]) -> str:
         """The name of a rule; empty if it is not in the table."""
-        for name, entry in getattr(self, slot).items():
-            if cls is entry or (isinstance(entry, tuple) and cls in entry):
-                return name
-        return ""
+        return next((name for name, known in getattr(self, slot).items() if known is cls), "")
 
     def named(self, slot: str, row: Any) -> Any:
         """The rule class in a slot for a row with these settings, or None.
@@ -256,7 +252,7 @@ class RuleTable:
 
     def chained(self, row: Any) -> tuple[type[LogitTransform], ...]:
         """The transforms in a row's chain."""
-        return tuple(cls for name in row.chain for cls in self.transforms[name])
+        return tuple(self.transforms[name] for name in row.chain)
 
     def checks(self, row: Any) -> tuple[type[Rule], ...]:
         """The rules that check a row with these settings (`Rule.check`)."""
@@ -291,7 +287,7 @@ class RuleTable:
         pairs = [[(token, -math.inf) for token in self.banned(row, facts)] for row in rows]
         first = self.named("structure", rows[0])
         classes = [("structure", first)] if first else []
-        classes += [(name, cls) for name in rows[0].chain for cls in self.transforms[name]]
+        classes += [(name, self.transforms[name]) for name in rows[0].chain]
         return chain(
             LogitBias.of_pairs(pairs, facts.vocab_size),
             *(cls.columns(rows, facts) for _, cls in classes),
@@ -305,9 +301,7 @@ class RuleTable:
         chain compiles faster and gives exactly the same tokens, because neutral transforms are the
         identity.
         """
-        return tuple(
-            name for name in row.chain if any(t.is_used(row) for t in self.transforms[name])
-        )
+        return tuple(name for name in row.chain if self.transforms[name].is_used(row))
 
     def banned(self, row: Any, facts: ModelFacts) -> list[int]:
         """Ids that a row never proposes, in ascending order."""
@@ -322,22 +316,13 @@ class RuleTable:
         The chain is not supported if an id lies outside the vocabulary, if all ids are banned, or
         if a setting is given but its transform is missing from the chain.
         """
-        # All settings without their transform are named; the model can have recommended them.
-        missing = {
-            setting: name
-            for name, classes in self.transforms.items()
-            if name not in row.chain and any(cls.is_used(row) for cls in classes)
-            for setting in (s for cls in classes for s in cls.settings() if s.activates)
-            if getattr(row, setting.name) != setting.default
-        }
-        for setting, name in missing.items():
-            neutral = ", ".join(f"{s.name}={s.default!r}" for s in missing)
-            raise SettingError(
-                setting.name,
-                getattr(row, setting.name),
-                f"requires {name!r}, which the chain lacks",
-                f"add {', '.join(dict.fromkeys(missing.values()))} to the chain, or set {neutral}",
-            )
+        for name in self.transforms.keys() - row.chain:
+            for setting in self.transforms[name].settings():
+                value = getattr(row, setting.name)
+                if setting.activates and value != setting.default:
+                    why = f"requires {name!r}, which the chain lacks"
+                    remedy = f"add it to the chain, or set {setting.name}={setting.default!r}"
+                    raise SettingError(setting.name, value, why, remedy)
         biased = [id_ for id_, _ in row.logit_bias]
         for what, ids in (
             ("banned_ids", frozenset(facts.banned_ids) - frozenset(facts.eos_ids)),
@@ -389,15 +374,14 @@ def _extended(classes: tuple[type[Rule], ...]) -> RuleTable:
     table = BUILT_IN
     for cls in classes:
         slot = _slot_of(cls)
-        if table.name_of(slot, cls):
-            continue
         known: Mapping[str, Any] = getattr(table, slot)
+        if cls in known.values():
+            continue
         if cls.name in known or cls.name == "none":
             raise ValueError(
                 f"rule {cls.__name__} has the name {cls.name!r}, which is already taken"
             )
-        entry = (cls,) if slot == "transforms" else cls
-        table = replace(table, **{slot: {**known, cls.name: entry}})
+        table = replace(table, **{slot: {**known, cls.name: cls}})
     # Every boolean setting also has a negated flag.
     opposites = {f"no_{name}" for name, s in table.settings.items() if s.kind is bool}
     aliases = {alias for s in BUILT_IN.settings.values() for alias in s.aliases}

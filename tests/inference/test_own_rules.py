@@ -14,7 +14,6 @@ from dlm_jax import MinP, Renoise, Setting, Temperature, Threshold, TopK, TopP, 
 from dlm_jax.config import SamplingParams
 from dlm_jax.inference.request import make_requests
 from dlm_jax.sampling.positions import fold
-from dlm_jax.sampling.transforms.temperature import DynamicTemperature
 
 # It recommends a transform that a list of transforms leaves out.
 SAMPLE = SamplingParams(
@@ -129,8 +128,6 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
     chain = sample({"transforms": [TopP(0.5)]}, transforms=[TopK(2)]).chain
     assert chain == ("top_p",)
     assert sample({}, transforms=[]).chain == ()
-    both = sample({}, transforms=[Temperature(0.7), DynamicTemperature(0.7, 0.2)])
-    assert (both.chain, both.dynatemp_range) == (("temperature",), 0.2), "variants share a name"
     extended = sample({}, transforms=[..., doubled, TopP(0.5)])
     assert extended.chain == (*SAMPLE.chain, "doubled") and extended.doubled
     assert (extended.temperature, extended.top_k, extended.top_p) == (0.8, 3, 0.5)

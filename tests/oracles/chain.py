@@ -33,7 +33,6 @@ NEUTRAL: dict[str, object] = {
     "dry_multiplier": 0.0,
     "dry_base": 1.75,
     "dry_allowed_length": 2,
-    "dry_last_n": -1,
     "dry_breakers": (),
     "temperature": 1.0,
     "dynamic_delta": 0.0,
@@ -105,7 +104,6 @@ def apply_stage(
             multiplier=params["dry_multiplier"],
             base=params["dry_base"],
             allowed_length=params["dry_allowed_length"],
-            last_n=params["dry_last_n"],
             breakers=params["dry_breakers"],
         )
     if stage == "temperature":

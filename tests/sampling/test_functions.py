@@ -233,7 +233,7 @@ def test_disabled_settings_change_no_bit_and_a_chain_is_its_settings():
     transforms = dlm_jax.chain(
         dlm_jax.Temperature(params["temperature"]),
         dlm_jax.TopK(params["top_k"], ones),
-        dlm_jax.TopP(params["top_p"], ones, np.zeros(20, np.float32)),
+        dlm_jax.TopP(params["top_p"], ones),
     )
     named = {name: params[name] for name in ("top_p", "top_k", "temperature")}
     jax.tree.map(

@@ -22,7 +22,7 @@ from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import CommitRule
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.mask_step import step
-from dlm_jax.sampling.transforms import MirostatV2, TypicalP, chain
+from dlm_jax.sampling.transforms import Mirostat, TypicalP, chain
 from dlm_jax.settings import pytree
 from dlm_jax.types import Network, Status
 
@@ -76,7 +76,7 @@ def test_a_loop_that_is_compiled_again_leaves_nothing_in_the_caches_of_jax():
     rules = chain(
         canvases.make_chain([0.0, 0.5] * (ROWS // 2)),
         TypicalP(every(0.9), every(1)),
-        MirostatV2(every(2.0), every(0.1), every(True), every(1)),
+        Mirostat(every(2), every(2.0), every(0.1), every(1), vocab_size=toy.VOCAB_SIZE),
     )
     state = state._replace(rules=state.rules._replace(chain=rules), chain_state=rules.init(ROWS))
     held = []
@@ -466,7 +466,7 @@ def test_mirostat_learns_how_likely_the_committed_tokens_were_after_the_whole_ch
     every = functools.partial(jnp.full, (ROWS,))
     steered = chain(
         canvases.make_chain(temperatures),
-        MirostatV2(every(tau), every(eta), every(True), every(1)),
+        Mirostat(every(2), every(tau), every(eta), every(1), vocab_size=toy.VOCAB_SIZE),
     )
     rules = state.rules._replace(chain=steered)
     state = state._replace(rules=rules, chain_state=steered.init(ROWS))

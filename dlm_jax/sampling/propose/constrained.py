@@ -166,7 +166,7 @@ class Constrained(FillRule):
         drawable_NV: jax.Array | None = None,
     ) -> Seen:
         """The `Seen` of the positions of a chunk, ``[N, ...]``; see `FillInput.draw`."""
-        at = fill.at(places_N, is_real_N, None if drawable_NV is None else is_real_N)
+        at = fill.at(places_N, is_real_N)
         row_N, key_N = at.row_N, at.key_N
         clean_NV = clean_NV.astype(jnp.float32)
         from_NV = clean_NV if drawable_NV is None else drawable_NV

@@ -126,14 +126,12 @@ class FillInput:
         """Clean logits ``[N, V]`` of the LM head at places ``row * L + index``."""
         return self.output.logits(self.network, self.params, places_N)
 
-    def at(
-        self, places_N: jax.Array, is_real_N: jax.Array, is_grown_N: jax.Array | None = None
-    ) -> At:
+    def at(self, places_N: jax.Array, is_real_N: jax.Array) -> At:
         """The positions at the places ``row * L + index``, with their keys."""
         num_positions = self.tokens_BL.shape[1]
         row_N, index_N = places_N // num_positions, places_N % num_positions
         key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
-        return At(row_N, index_N, key_N, is_real_N, is_grown_N)
+        return At(row_N, index_N, key_N, is_real_N)
 
     def start(self) -> FillOutput:
         """The output before the first readout."""
@@ -167,7 +165,7 @@ class FillInput:
         """
         own_N = None if self.own_BL is None else at_places(self.own_BL, places_N)
         is_drawn_N = is_real_N if own_N is None else is_real_N & (own_N < 0)
-        at = self.at(places_N, is_drawn_N, None if drawable_NV is None else is_drawn_N)
+        at = self.at(places_N, is_drawn_N)
         from_NV = clean_NV if drawable_NV is None else drawable_NV
         ids_N, final_logprob_N = sample_logits(
             from_NV,

@@ -3,9 +3,9 @@
 from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.chain import Chain, chain
 from dlm_jax.sampling.transforms.default_chain import TRANSFORMS, sample_logits
-from dlm_jax.sampling.transforms.mirostat import MirostatV1, MirostatV2
+from dlm_jax.sampling.transforms.mirostat import Mirostat
 from dlm_jax.sampling.transforms.penalties import Dry, Penalties
-from dlm_jax.sampling.transforms.temperature import DynamicTemperature, Temperature
+from dlm_jax.sampling.transforms.temperature import Temperature
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
 from dlm_jax.sampling.transforms.truncate import (
     MAX_CANDIDATES,
@@ -14,8 +14,8 @@ from dlm_jax.sampling.transforms.truncate import (
     TopNSigma,
     TopP,
     TypicalP,
+    Xtc,
 )
-from dlm_jax.sampling.transforms.xtc import Xtc
 
 __all__ = [
     "MAX_CANDIDATES",
@@ -24,12 +24,10 @@ __all__ = [
     "Chain",
     "Context",
     "Dry",
-    "DynamicTemperature",
     "LogitBias",
     "LogitTransform",
     "MinP",
-    "MirostatV1",
-    "MirostatV2",
+    "Mirostat",
     "Penalties",
     "Temperature",
     "TopK",

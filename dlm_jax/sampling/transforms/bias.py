@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,32 +25,29 @@ def padded(rows: Sequence[Sequence[Any]], fill: float, dtype: Any) -> np.ndarray
     return table
 
 
-def check_id(name: str, value: Any) -> None:
-    """Raises ValueError unless the value is a valid id."""
+def check_id(name: str, value: Any) -> int:
+    """The id as an integer; raises SettingError unless it is valid."""
     is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
     if not is_integer or not 0 <= int(value) <= INT_LIMIT:
         raise SettingError(name, value, "is not a non-negative 32-bit integer", "use one")
+    return int(value)
 
 
 def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
-    """The pairs in a mapping or in a sequence of pairs."""
+    """The pairs in a mapping or in a sequence of pairs. Keys of JSON objects are strings."""
     try:
-        pairs = [*bias.items()] if isinstance(bias, Mapping) else [tuple(pair) for pair in bias]
-    except TypeError:
-        raise SettingError("logit_bias", bias, "is not a mapping", "use {12: -5.0}") from None
+        items = bias.items() if isinstance(bias, Mapping) else bias
+        pairs = [(token, float(value)) for token, value in items]
+    except (TypeError, ValueError):
+        why = "is not a mapping from ids to numbers"
+        raise SettingError("logit_bias", bias, why, "use {12: -5.0}") from None
     checked = []
-    for pair in pairs:
-        if len(pair) != 2:
-            raise SettingError("logit_bias", pair, "is not a pair", "use (id, bias)")
-        token, value = pair
-        if isinstance(token, str) and token.isdecimal():
-            token = int(token)  # keys of JSON objects are strings
-        check_id("logit_bias", token)
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not (value == -math.inf or -1e9 <= value <= 1e9):  # pyright: ignore[reportOperatorIssue]
+    for token, value in pairs:
+        is_text = isinstance(token, str) and token.isdecimal()
+        checked.append((check_id("logit_bias", int(token) if is_text else token), value))
+        if not (value == -math.inf or -1e9 <= value <= 1e9):
             why = f"of id {token} is neither -inf nor within 1e9"
             raise SettingError("logit_bias", value, why, "use -inf to ban")
-        checked.append((int(token), float(value)))
     return tuple(checked)
 
 

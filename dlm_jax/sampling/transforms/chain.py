@@ -7,7 +7,6 @@ has its own settings.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -20,9 +19,8 @@ from dlm_jax.pytree import pytree
 from dlm_jax.randomness import salted
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms import resident
 from dlm_jax.sampling.transforms.bias import LogitBias
-from dlm_jax.sampling.transforms.temperature import Moving, Temperature
+from dlm_jax.sampling.transforms.temperature import Temperature
 from dlm_jax.sampling.transforms.transform import (
     At,
     Context,
@@ -35,42 +33,33 @@ from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES, TopK
 from dlm_jax.types import returned
 
 _FEW_SALT = 0x666577
+_Steps = list[tuple[Any, Any]]
 
 
-def any_wanted(transforms: Iterable[Any], at: At) -> Array:
+def any_active(transforms: Iterable[Any], at: At) -> Array:
     """True if the chunk has a real position in a row where one of the transforms is active."""
-    is_wanted = jnp.zeros((), bool)
+    is_any = jnp.zeros((), bool)
     for t in transforms:
-        is_wanted |= (t.is_active()[at.row_N] & at.is_real_N).any()
-    return is_wanted
+        is_any |= (t.is_active()[at.row_N] & at.is_real_N).any()
+    return is_any
 
 
-def run_all(
-    steps: list[tuple[Any, Any]], logits_NV: Array, at: At, *, is_drawn: bool = False
-) -> Array:
-    """The logits after all transforms that any row of the chunk uses.
-
-    If they are only drawn from, not differentiated, TPUs run transforms in a kernel.
-    """
+def run_all(steps: _Steps, logits_NV: Array, at: At) -> Array:
+    """The logits after all transforms that any row of the chunk uses."""
     if not steps:
         return logits_NV
-    in_kernel = is_drawn and resident.runs_here(logits_NV.shape[1])
-    groups = resident.groups(steps) if in_kernel else [[step] for step in steps]
-    wanted = [any_wanted([t for t, _ in group], at) for group in groups]
-
-    def after(group: list[tuple[Any, Any]], x_NV: Array) -> Array:
-        ((t, prepared), *_) = group
-        if in_kernel and resident.has_kernel(t):
-            return resident.run(group, x_NV, at)
-        new_NV = t.apply(prepared, x_NV, at)
-        return returned(new_NV, t, "apply", "N, V", x_NV.shape, jnp.float32)
 
     def run(x_NV: Array) -> Array:
-        for is_due, group in zip(wanted, groups, strict=True):
-            x_NV = jax.lax.cond(is_due, lambda x, group=group: after(group, x), lambda x: x, x_NV)
+        for t, prepared in steps:
+
+            def apply(x_NV: Array, t: Any = t, prepared: Any = prepared) -> Array:
+                new_NV = t.apply(prepared, x_NV, at)
+                return returned(new_NV, t, "apply", "N, V", x_NV.shape, jnp.float32)
+
+            x_NV = jax.lax.cond(any_active([t], at), apply, lambda x: x, x_NV)
         return x_NV
 
-    return jax.lax.cond(functools.reduce(jnp.logical_or, wanted), run, lambda x: x, logits_NV)
+    return jax.lax.cond(any_active([t for t, _ in steps], at), run, lambda x: x, logits_NV)
 
 
 @pytree
@@ -93,12 +82,10 @@ class Chain:
 
     def at_progress(self, progress_B: Array) -> Chain:
         """The chain for a step; `progress_B` is the fraction of steps taken, in [0, 1]."""
-        return replace(
-            self,
-            transforms=tuple(
-                t.at_progress(progress_B) if isinstance(t, Moving) else t for t in self.transforms
-            ),
+        moved = (
+            t.at_progress(progress_B) if isinstance(t, Temperature) else t for t in self.transforms
         )
+        return replace(self, transforms=tuple(moved))
 
     def prepare(self, state: tuple[Any, ...], context: Context) -> tuple[Any, ...]:
         """The prepared values of each transform for a step."""
@@ -108,10 +95,8 @@ class Chain:
         self, state: tuple[Any, ...], is_committed_BL: Array, proposal: Any
     ) -> tuple[Any, ...]:
         """State of each transform after the commits of a step."""
-        return tuple(
-            t.update(s, is_committed_BL, proposal)
-            for t, s in zip(self.transforms, state, strict=True)
-        )
+        pairs = zip(self.transforms, state, strict=True)
+        return tuple(t.update(s, is_committed_BL, proposal) for t, s in pairs)
 
     def forbids(self, ids_N: Array, row_N: Array) -> Array:
         """True `[N]` where a bias of -inf bans the id for the row."""
@@ -136,7 +121,7 @@ class Chain:
         """True `[N]` where the row's temperature is 0."""
         is_greedy_N = jnp.zeros(at.row_N.shape, bool)
         for t in self.transforms:
-            if isinstance(t, Moving):
+            if isinstance(t, Temperature):
                 is_greedy_N |= (t.temperature_B == 0)[at.row_N]
         return is_greedy_N
 
@@ -144,11 +129,10 @@ class Chain:
         """Logits `[N, V]`, float32, after every transform."""
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))
-        cut = self.where_few()
+        cut, is_few_N = self._few(logits_NV.shape[1], at)
         logits_NV = run_all(steps[:cut], logits_NV, at)
         if cut == len(steps):
             return logits_NV
-        is_few_N = self._is_few(cut, logits_NV.shape[1], at)
         few_NK, ids_NK = _candidates(is_few_N, logits_NV)
         few_NK = self._finish(cut, steps, few_NK, at._replace(is_real_N=is_few_N))
         rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
@@ -178,22 +162,15 @@ class Chain:
         makes one NaN.
         """
         if is_scored is None:
-            is_scored = any_wanted([t for t in self.transforms if has_feedback(t)], at)
+            is_scored = any_active([t for t in self.transforms if has_feedback(t)], at)
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))
         noise = drawing.noise(at.key_N, method=method)
         zeros_N = jnp.zeros(at.row_N.shape, jnp.float32)
         none = jnp.zeros(at.row_N.shape, jnp.int32), zeros_N
-        cut = self.where_few()
-        is_few_N = self._is_few(cut, logits_NV.shape[1], at)
+        cut, is_few_N = self._few(logits_NV.shape[1], at)
         rest = at._replace(is_real_N=at.is_real_N & ~is_few_N)
         takes_best_N = self.is_greedy(at) | is_few_N
-        places = range(len(steps))
-        heat = next((i for i in places if isinstance(self.transforms[i], Temperature)), None)
-        divisor_N = zeros_N + 1.0
-        if heat is not None:
-            divisor_N = self.transforms[heat].divisor()[at.row_N]
-        few_divisor_N = divisor_N if heat is not None and heat < cut else None
 
         def score(x_NK: Array, place_N: Array, sums: tuple[Array, Array] | None = None) -> Array:
             chosen_N = jnp.take_along_axis(x_NK, place_N[:, None], axis=1)[:, 0]
@@ -204,6 +181,17 @@ class Chain:
         # no transform but a temperature runs, nothing is written over the logits. Both ways give
         # the same bits. The functions in conditionals are new in each call, because JAX caches the
         # trace of a branch for the lifetime of its function.
+        heat = next((i for i, t in enumerate(self.transforms) if isinstance(t, Temperature)), None)
+        divisor_N = zeros_N + 1.0 if heat is None else self.transforms[heat].divisor()[at.row_N]
+        few_divisor_N = divisor_N if heat is not None and heat < cut else None
+        is_changed = rest.is_real_N.any() & is_scored
+        for place, t in enumerate(self.transforms):
+            seen = at if place < cut else rest
+            if place == heat:
+                is_changed |= (t.is_dynamic()[at.row_N] & seen.is_real_N).any()
+            else:
+                is_changed |= any_active([t], seen)
+
         def in_place(x_NV: Array) -> tuple[Array, Array, Array, Array]:
             ids_N = jax.lax.cond(
                 rest.is_real_N.any(),
@@ -218,11 +206,11 @@ class Chain:
             # branch. The logits in the padding are distinct, because ties need additional passes.
             unlike_1V = -jnp.arange(x_NV.shape[1], dtype=jnp.float32)[None]
             x_NV = jnp.where(at.is_real_N[:, None], x_NV, unlike_1V)
-            x_NV = run_all(steps[:cut], x_NV, at, is_drawn=True)
+            x_NV = run_all(steps[:cut], x_NV, at)
             few = _candidates(is_few_N, x_NV)
 
             def draw(x_NV: Array) -> tuple[Array, Array]:
-                x_NV = run_all(steps[cut:], x_NV, rest, is_drawn=True)
+                x_NV = run_all(steps[cut:], x_NV, rest)
                 needs_sums = ~takes_best_N.all() & (method == "inverse_cdf") | is_scored
                 unknown = zeros_N + 1.0, vocab.columns(x_NV, 1.0)
                 sums = jax.lax.cond(
@@ -235,9 +223,6 @@ class Chain:
 
             return *jax.lax.cond(rest.is_real_N.any(), draw, lambda x: none, x_NV), *few
 
-        is_changed = any_wanted([self.transforms[i] for i in places[:cut] if i != heat], at)
-        is_changed |= any_wanted([self.transforms[i] for i in places[cut:] if i != heat], rest)
-        is_changed |= rest.is_real_N.any() & is_scored
         token_N, score_N, few_NK, ids_NK = jax.lax.cond(is_changed, in_copy, in_place, logits_NV)
         if cut == len(steps):
             return token_N, score_N
@@ -252,36 +237,28 @@ class Chain:
         of_few = jax.lax.cond(is_few_N.any(), from_few, lambda noise: none, few_noise)
         return jnp.where(is_few_N, of_few[0], token_N), jnp.where(is_few_N, of_few[1], score_N)
 
-    def _is_few(self, cut: int, vocab_size: int, at: At) -> Array:
-        """True `[N]` for real positions that continue with few candidates.
+    def _few(self, num_logits: int, at: At) -> tuple[int, Array]:
+        """Index of the first top-k after which no transform reads ids (the number of transforms if
+        there is none), and True `[N]` for the real positions that continue with its candidates.
 
         Greedy rows and rows with a feedback controller later in the chain are excluded.
         """
-        if cut == len(self.transforms):
-            return jnp.zeros(at.row_N.shape, bool)
-        top_k_N = self.transforms[cut].count()[at.row_N]
-        is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, vocab_size))
-        for t in self.transforms[cut + 1 :]:
-            if has_feedback(t):
-                is_few_N &= ~t.is_active()[at.row_N]
-        return is_few_N & ~self.is_greedy(at) & at.is_real_N
+        for place, t in enumerate(self.transforms):
+            later = self.transforms[place + 1 :]
+            if isinstance(t, TopK) and all(isinstance(t, Pointwise) for t in later):
+                top_k_N = t.count()[at.row_N]
+                is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, num_logits))
+                for t in filter(has_feedback, later):
+                    is_few_N &= ~t.is_active()[at.row_N]
+                return place, is_few_N & ~self.is_greedy(at) & at.is_real_N
+        return len(self.transforms), jnp.zeros(at.row_N.shape, bool)
 
-    def _finish(self, cut: int, steps: list[tuple[Any, Any]], few_NK: Array, at: At) -> Array:
+    def _finish(self, cut: int, steps: _Steps, few_NK: Array, at: At) -> Array:
         """Final logits of the candidates in descending order, at positions with few candidates."""
         rank_1K = jnp.arange(few_NK.shape[1], dtype=jnp.int32)[None]
         top_k_N = self.transforms[cut].count()[at.row_N]
         few_NK = jnp.where(rank_1K < top_k_N[:, None], few_NK, -jnp.inf)
         return run_all([step for step in steps[cut + 1 :] if not has_feedback(step[0])], few_NK, at)
-
-    def where_few(self) -> int:
-        """Index of the first top-k after which no transform reads ids, or the number of
-        transforms.
-        """
-        for place, t in enumerate(self.transforms):
-            later = self.transforms[place + 1 :]
-            if isinstance(t, TopK) and all(isinstance(t, Pointwise) for t in later):
-                return place
-        return len(self.transforms)
 
 
 def _candidates(
@@ -292,10 +269,7 @@ def _candidates(
     size = min(MAX_CANDIDATES, V)
     none = jnp.zeros((N, size), jnp.float32), jnp.zeros((N, size), jnp.int32)
     return jax.lax.cond(
-        is_few_N.any(),
-        lambda x: vocab.largest(x, size, divisor_N),
-        lambda x: none,
-        logits_NV,
+        is_few_N.any(), lambda x: vocab.largest(x, size, divisor_N), lambda x: none, logits_NV
     )
 
 

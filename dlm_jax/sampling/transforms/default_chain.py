@@ -15,30 +15,27 @@ from jax.typing import ArrayLike
 
 from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.chain import Chain, chain
-from dlm_jax.sampling.transforms.mirostat import MirostatV1, MirostatV2
+from dlm_jax.sampling.transforms.mirostat import Mirostat
 from dlm_jax.sampling.transforms.penalties import Dry, Penalties
-from dlm_jax.sampling.transforms.temperature import DynamicTemperature, Temperature
+from dlm_jax.sampling.transforms.temperature import TEMPERATURE_END, Temperature
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
-from dlm_jax.sampling.transforms.truncate import MinP, TopK, TopNSigma, TopP, TypicalP
-from dlm_jax.sampling.transforms.xtc import Xtc
-from dlm_jax.settings import UNSET, SettingError, nearest
+from dlm_jax.sampling.transforms.truncate import MinP, TopK, TopNSigma, TopP, TypicalP, Xtc
+from dlm_jax.settings import UNSET, Setting, SettingError, nearest
 
-TRANSFORMS: Mapping[str, tuple[type[LogitTransform], ...]] = {
-    "bias": (LogitBias,),
-    "penalties": (Penalties,),
-    "dry": (Dry,),
-    "temperature": (Temperature, DynamicTemperature),
-    "top_n_sigma": (TopNSigma,),
-    "top_k": (TopK,),
-    "typical_p": (TypicalP,),
-    "top_p": (TopP,),
-    "min_p": (MinP,),
-    "xtc": (Xtc,),
-    "mirostat": (MirostatV1, MirostatV2),
+TRANSFORMS: Mapping[str, type[LogitTransform]] = {
+    "bias": LogitBias,
+    "penalties": Penalties,
+    "dry": Dry,
+    "temperature": Temperature,
+    "top_n_sigma": TopNSigma,
+    "top_k": TopK,
+    "typical_p": TypicalP,
+    "top_p": TopP,
+    "min_p": MinP,
+    "xtc": Xtc,
+    "mirostat": Mirostat,
 }
 """Transforms, keyed by their names in a chain, in the order of the default chain."""
-_OF_THE_LOOP = ("temperature_end", "sampler_top_p")
-"""Settings that depend on the step, or on the head that computed the logits."""
 
 
 def sample_logits(
@@ -123,39 +120,19 @@ def chain_of(params: Mapping[str, ArrayLike] | Chain, num_rows: int, vocab_size:
     """The chain for the `params` of `sample_logits`: the default chain, without the transforms that
     none of the settings concerns.
     """
+
+    def per_row(x: Any) -> Any:
+        return jnp.broadcast_to(x, (num_rows,)) if jnp.ndim(x) == 0 else x
+
     if isinstance(params, Chain):
-        return jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (num_rows,)) if jnp.ndim(x) == 0 else x, params
-        )
-    parts = [
-        [cls for cls in classes if cls.init is LogitTransform.init]
-        for classes in TRANSFORMS.values()
-    ]
-    declared = (s for classes in parts for cls in classes for s in cls.settings())
-    known = {s.name: s for s in declared if not s.is_list and s.name not in _OF_THE_LOOP}
-    columns: dict[str, Array] = {}
-    for name, value in params.items():
-        if name not in known:
-            raise SettingError(
-                name, UNSET, "is not a setting of sample_logits", nearest(name, tuple(known))
-            )
-        if not isinstance(value, Tracer):
-            for number in np.unique(np.asarray(value)):
-                known[name].checked(number.item())
-        if jnp.shape(value) not in ((), (num_rows,)):
-            remedy = f"pass one value or {num_rows}"
-            raise SettingError(name, UNSET, f"has shape {jnp.shape(value)}", remedy)
-        dtype = known[name].column([known[name].default]).dtype
-        columns[name] = jnp.broadcast_to(jnp.asarray(value).astype(dtype), (num_rows,))
-
-    def num_given(cls: type[LogitTransform]) -> int:
-        return sum(s.activates and s.name in columns for s in cls.settings())
-
+        return jax.tree.map(per_row, params)
+    classes = [cls for cls in TRANSFORMS.values() if cls.init is LogitTransform.init]
+    known = {s.name: s for cls in classes for s in cls.settings() if not s.is_list}
+    known.pop(TEMPERATURE_END.name)  # it depends on the step
+    columns = {name: _column(known, name, value, num_rows) for name, value in params.items()}
     transforms: list[LogitTransform] = []
-    for classes in filter(None, parts):
-        # Plain and dynamic temperature share a setting. The one with more settings is meant.
-        cls = max(classes, key=num_given)
-        if not num_given(cls):
+    for cls in classes:
+        if not any(s.activates and s.name in columns for s in cls.settings()):
             continue
         fields: dict[str, Any] = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -163,9 +140,24 @@ def chain_of(params: Mapping[str, ArrayLike] | Chain, num_rows: int, vocab_size:
             if setting is None:
                 fields[field.name] = vocab_size
             elif setting.name in columns:
-                fields[field.name] = columns[setting.name]
+                fields[field.name] = per_row(columns[setting.name])
             elif field.default is not None:
                 default = field.metadata["column"]([setting.default] * num_rows)
                 fields[field.name] = jnp.asarray(default)
         transforms.append(cls(**fields))
     return chain(*transforms)
+
+
+def _column(known: Mapping[str, Setting], name: str, value: ArrayLike, num_rows: int) -> Array:
+    """The checked value of a setting as an array: one value, or one per row."""
+    if name not in known:
+        raise SettingError(
+            name, UNSET, "is not a setting of sample_logits", nearest(name, tuple(known))
+        )
+    if not isinstance(value, Tracer):
+        for number in np.unique(np.asarray(value)):
+            known[name].checked(number.item())
+    if jnp.shape(value) not in ((), (num_rows,)):
+        remedy = f"pass one value or {num_rows}"
+        raise SettingError(name, UNSET, f"has shape {jnp.shape(value)}", remedy)
+    return jnp.asarray(value).astype(known[name].column([known[name].default]).dtype)

@@ -14,17 +14,14 @@ from jax import Array
 
 from dlm_jax.sampling.transforms.bias import check_id, padded
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
-from dlm_jax.settings import INT_LIMIT, Setting, SettingError, fact, per_row, rule
+from dlm_jax.settings import Setting, SettingError, fact, per_row, rule
 
 
 def _ids(value: Any) -> tuple[int, ...]:
     try:
-        ids = tuple(value)
+        return tuple(check_id("dry_breakers", token) for token in value)
     except TypeError:
         raise SettingError("dry_breakers", value, "is not a list of ids", "use [3, 4]") from None
-    for token in ids:
-        check_id("dry_breakers", token)
-    return tuple(int(token) for token in ids)
 
 
 DRY_BREAKERS = Setting(
@@ -127,12 +124,11 @@ class Penalties(LogitTransform):
 class Dry(LogitTransform):
     """Penalises tokens that would extend a repetition ("don't repeat yourself").
 
-    DRY searches the run of visible tokens that ends directly before the position, or the last
-    `last_n` tokens of this run. For each candidate t, let L be the length of the longest suffix of
-    the run that contains no breaker and also occurs earlier in the run, followed by t. If
-    `L >= allowed_length`, then `x[t] -= multiplier * base**(L - allowed_length)`. Breakers are not
-    penalised. A multiplier of 0 or a `last_n` of 0 disables the penalty. `breakers_BK` is padded
-    with -1.
+    DRY searches the run of visible tokens that ends directly before the position. For each
+    candidate t, let L be the length of the longest suffix of the run that contains no breaker and
+    also occurs earlier in the run, followed by t. If `L >= allowed_length`, then `x[t] -=
+    multiplier * base**(L - allowed_length)`. Breakers are not penalised. A multiplier of 0 disables
+    the penalty. `breakers_BK` is padded with -1.
     """
 
     multiplier_B: Array = per_row(
@@ -164,23 +160,7 @@ class Dry(LogitTransform):
             activates=False,
         )
     )
-    last_n_B: Array = per_row(
-        Setting(
-            "dry_last_n",
-            -1,
-            "number of newest tokens in a run that DRY searches; -1: the whole run, 0: no penalty",
-            low=-1,
-            high=INT_LIMIT,
-            remedy="use -1 for the whole run or 0 to disable it",
-            activates=False,
-            aliases=("dry_penalty_last_n",),
-            is_preset=True,
-        )
-    )
     breakers_BK: Array = per_row(DRY_BREAKERS, column=lambda rows: padded(rows, -1, np.int32))
-
-    def is_active(self) -> Array:
-        return (self.multiplier_B != 0) & (self.last_n_B != 0)
 
     def prepare(self, state: Any, context: Context) -> tuple[Array, ...]:
         """The tokens of each row, True where a token is visible, and True at breakers."""
@@ -196,8 +176,6 @@ class Dry(LogitTransform):
         # The run of visible tokens that ends directly before the position.
         is_gap_NL = ~is_visible_NL & (place_1L < index_N1)
         start_N1 = jnp.where(is_gap_NL, place_1L + 1, 0).max(-1, keepdims=True)
-        last_n_N1 = self.last_n_B[at.row_N][:, None]
-        start_N1 = jnp.where(last_n_N1 < 0, start_N1, jnp.maximum(start_N1, index_N1 - last_n_N1))
         is_run_NL = (place_1L >= start_N1) & (place_1L < index_N1)
         is_run_NL &= is_active_N1 & at.is_real_N[:, None]
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from dlm_jax.settings import Rule, Setting, SettingError, neutral, per_row, rule
+from dlm_jax.settings import Rule, Setting, SettingError, per_row, rule
 from dlm_jax.types import returned
 
 
@@ -23,15 +23,12 @@ class At(NamedTuple):
       index_N: int32, index of each position on the canvas, in [0, L).
       key_N: typed random key of each position.
       is_real_N: False for the padding of a chunk, which does not activate transforms.
-      is_grown_N: True where the sampler head computed the logits; None if the LM head computed all
-        of them.
     """
 
     row_N: Array
     index_N: Array
     key_N: Array
     is_real_N: Array
-    is_grown_N: Array | None = None
 
 
 class Context(NamedTuple):
@@ -131,22 +128,11 @@ def function_transform(function: Callable[..., Any]) -> LogitTransform:
     return _function_class(function)(True)  # type: ignore[call-arg]
 
 
-Change = Callable[[Array, Array], Array]
-"""A function of some logits and their ids that gives the new logits, each by itself."""
-
-
 class Pointwise(LogitTransform):
-    """A transform that maps each logit by itself, after passes over all logits of the position.
+    """A transform that reads ids only to break ties, and only the logits of its position.
 
-    Ids matter only for breaking ties, so it can run on a few candidates instead of the whole
-    vocabulary. Only functions of `dlm_jax.sampling.vocab` may read all logits, so that kernels can
-    run them. All fields are `[B]` arrays or static.
+    It can therefore run on the few candidates that a top-k leaves.
     """
-
-    required: ClassVar[tuple[str, ...]] = ("change",)
-
-    gives_from_logits: ClassVar[bool] = False
-    """True if `given` reads the logits."""
 
     @classmethod
     def yields(cls, row: Any) -> bool:
@@ -156,20 +142,8 @@ class Pointwise(LogitTransform):
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
         """The transform with the settings of each row; neutral in rows where it `yields`."""
-        off = SimpleNamespace(**neutral(cls.settings()))
+        off = SimpleNamespace(**{setting.name: setting.default for setting in cls.settings()})
         return super().columns([off if cls.yields(row) else row for row in rows], facts)
-
-    def given(self, prepared: Any, logits_NV: Array, at: At) -> Any:
-        """Values `[N]` that `change` uses beside the parameters."""
-        return ()
-
-    def change(self, given: Any, logits_NV: Any, at: At) -> Change:
-        """The function to apply to all logits of the positions."""
-        raise NotImplementedError
-
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        ids_1V = jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None]
-        return self.change(self.given(prepared, logits_NV, at), logits_NV, at)(logits_NV, ids_1V)
 
 
 def is_greedy(row: Any) -> bool:

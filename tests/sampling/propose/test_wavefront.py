@@ -17,7 +17,7 @@ from oracles import wavefront as oracle
 from dlm_jax.sampling.draw import draw
 from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.propose import FillInput, FillOutput, SamplerReadout, Wavefront
-from dlm_jax.sampling.transforms import Context, Temperature, TopP, chain
+from dlm_jax.sampling.transforms import Context, Temperature, chain
 from dlm_jax.types import Network
 
 ROWS, POSITIONS, WIDTH, V = 8, 24, 8, toy.VOCAB_SIZE
@@ -92,7 +92,6 @@ class Canvas(NamedTuple):
     is_alternating_B: Any
     temperature_B: Any
     is_one_sided_B: Any
-    sampler_top_p_B: Any
 
 
 def _pictured(pictures: list[str], seed: int = 0, **changes) -> Canvas:
@@ -120,7 +119,6 @@ def _pictured(pictures: list[str], seed: int = 0, **changes) -> Canvas:
         "is_alternating_B": np.zeros(num_rows, bool),
         "temperature_B": np.ones(num_rows),
         "is_one_sided_B": np.zeros(num_rows, bool),
-        "sampler_top_p_B": np.zeros(num_rows),
     }
     return Canvas(**every | changes)
 
@@ -164,7 +162,6 @@ def _random_canvas(seed: int, chain_temperature: float = GREEDY) -> Canvas:
         temperature_B=rng.choice([1.0, 0.6, 1.7], ROWS),
         guidance_B=rng.choice([0.0, 0.0, 0.5], ROWS),
         is_one_sided_B=rng.random(ROWS) < 0.4,
-        sampler_top_p_B=rng.choice([0.0, 1.0, 0.3, 0.8], ROWS),
     )
 
 
@@ -181,8 +178,7 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int, banned=BANN
     length_B = jnp.sum(canvas.tokens_BL != toy.PAD, axis=1)
     order_BL = jnp.full(canvas.tokens_BL.shape, -1)
     bans, _ = canvases.make_chain([1.0] * ROWS).transforms
-    top_p = TopP(jnp.ones(ROWS), jnp.ones(ROWS, jnp.int32), canvas.sampler_top_p_B)
-    full = chain(bans, top_p, Temperature(canvas.chain_temperature_B))
+    full = chain(bans, Temperature(canvas.chain_temperature_B))
     context = Context(canvas.tokens_BL, order_BL, canvas.is_visible_BL, length_B)
     fill = Wavefront(
         ratio_B=canvas.ratio_B,
@@ -274,7 +270,6 @@ def _expected(canvas: Canvas, row: int, *, reach: int = 1) -> tuple[oracle.Fille
             is_alternating=canvas.is_alternating_B[row],
             is_one_sided=canvas.is_one_sided_B[row],
             temperature=canvas.temperature_B[row],
-            top_p=canvas.sampler_top_p_B[row] or 1.0,
             banned=BANNED,
             context=reach,
         ),

@@ -3,7 +3,6 @@
 import dataclasses
 
 import canvases
-import jax
 import jax.numpy as jnp
 import numpy as np
 import toy
@@ -11,14 +10,14 @@ from canvases import ROWS, Row, holes
 from oracles.rules import annealed_temperature
 
 from dlm_jax.sampling.state import step_chain
-from dlm_jax.sampling.transforms import DynamicTemperature, Temperature, chain
+from dlm_jax.sampling.transforms import Temperature, chain
 
 
-def _state(rows, last, *, make=Temperature):
+def _state(rows, last):
     state = canvases.make_state(rows, canvases.RANDOM)
     bans = canvases.make_chain([1.0] * ROWS).transforms[0]
     first_B = jnp.array([row.temperature for row in rows])
-    moving = make(first_B, last_B=jnp.array(last, jnp.float32))
+    moving = Temperature(first_B, last_B=jnp.array(last, jnp.float32))
     chained = chain(bans, moving)
     rules = state.rules._replace(chain=chained)
     return state._replace(rules=rules, chain_state=chained.init(ROWS))
@@ -60,11 +59,3 @@ def test_a_row_that_cools_to_zero_takes_the_likeliest_at_its_last_step():
         logits[:, list(toy.BANNED)] = -np.inf
         is_hole = row[:7] == toy.MASK
         assert after[:7][is_hole].tolist() == logits[:7].argmax(1)[is_hole].tolist()
-
-
-def test_dynamic_temperature_moves_its_middle():
-    moving = DynamicTemperature(
-        jnp.array([1.0, 2.0]), jnp.array([0.5, 0.5]), jnp.ones(2), last_B=jnp.array([2.0, 1.0])
-    )
-    now = jax.jit(lambda t: t.at_progress(jnp.array([0.25, 1.0])))(moving)
-    assert now.temperature_B.tolist() == [1.25, 1.0]

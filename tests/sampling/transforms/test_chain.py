@@ -248,7 +248,7 @@ def few_among(k: tuple[int, int, int], biased: float) -> tf.Chain:
         tf.LogitBias(ids, jnp.asarray([[0.0], [biased], [biased]])),
         tf.Temperature(tc.real(0.7, 1.0, 0.3)),
         tf.TopK(tc.whole(*k), tc.whole(1)),
-        tf.TopP(tc.real(0.8), tc.whole(1), tc.real(0.0)),
+        tf.TopP(tc.real(0.8), tc.whole(1)),
     )
 
 

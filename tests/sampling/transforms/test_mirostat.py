@@ -24,11 +24,10 @@ class Committed(NamedTuple):
     logprob_BL: np.ndarray
 
 
-def make(version: int, tau, eta=0.1, min_keep=1, is_on=True, vocab=tc.VOCAB):
-    shared = (tc.real(*tau), tc.real(eta), tc.flags(is_on), tc.whole(min_keep))
-    if version == 1:
-        return tf.MirostatV1(*shared, vocab_size=vocab)
-    return tf.MirostatV2(*shared)
+def make(version: int, tau, eta=0.1, min_keep=1, vocab=tc.VOCAB):
+    return tf.Mirostat(
+        tc.whole(version), tc.real(*tau), tc.real(eta), tc.whole(min_keep), vocab_size=vocab
+    )
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -80,16 +80,14 @@ def test_last_n_minus_one_reaches_all_tokens_of_a_row_of_any_length():
     multiplier=tc.floats(0.0, 2.0),
     base=tc.floats(1.0, 3.0),
     allowed=st.tuples(*[st.integers(1, 4)] * 3),
-    last_n=st.tuples(*[st.integers(-1, 12)] * 3),
     breakers=st.sampled_from([(), (0,), (1, 2)]),
 )
-def test_dry_agrees_with_the_oracle(kind, seed, multiplier, base, allowed, last_n, breakers):
+def test_dry_agrees_with_the_oracle(kind, seed, multiplier, base, allowed, breakers):
     x, scene, place = tc.logits(kind, seed), tc.context(seed), tc.at()
     table = np.full((tc.NUM_ROWS, 2), -1, np.int32)
     table[:, : len(breakers)] = breakers
     transform = tf.Dry(
-        tc.real(multiplier), tc.real(base), tc.whole(*allowed), tc.whole(*last_n),
-        jnp.asarray(table),
+        tc.real(multiplier), tc.real(base), tc.whole(*allowed), jnp.asarray(table),
     )  # fmt: skip
     out = np.asarray(tc.run(transform, x, place, scene))
     for n, row in enumerate(np.asarray(place.row_N)):
@@ -101,7 +99,6 @@ def test_dry_agrees_with_the_oracle(kind, seed, multiplier, base, allowed, last_
             multiplier=multiplier,
             base=base,
             allowed_length=allowed[row],
-            last_n=last_n[row],
             breakers=breakers,
         )
         np.testing.assert_allclose(out[n], expected, rtol=1e-4, atol=1e-4)
@@ -126,7 +123,7 @@ def test_the_suffix_that_dry_repeats_contains_no_breaker(run, breaker, length):
         jnp.full(3, num),
     )
     breakers = jnp.full((3, 2), -1, jnp.int32).at[:, 0].set(breaker)
-    transform = tf.Dry(tc.real(0.5), tc.real(3.0), tc.whole(1), tc.whole(-1), breakers)
+    transform = tf.Dry(tc.real(0.5), tc.real(3.0), tc.whole(1), breakers)
     logits = np.zeros((6, tc.VOCAB), np.float32)
     out = np.asarray(tc.run(transform, logits, tc.at(index_N=jnp.full(6, num)), scene))
     expected = np.zeros(tc.VOCAB)
@@ -141,7 +138,7 @@ def test_dry_penalty_of_a_very_long_repetition_stays_finite():
         jnp.full(3, L),
     )  # fmt: skip
     breakers = jnp.full((3, 2), -1, jnp.int32)
-    transform = tf.Dry(tc.real(1.0), tc.real(3.0), tc.whole(1), tc.whole(-1), breakers)
+    transform = tf.Dry(tc.real(1.0), tc.real(3.0), tc.whole(1), breakers)
     place = tc.at(index_N=jnp.full(6, L - 1))
     out = np.asarray(tc.run(transform, tc.logits("normal", 0), place, scene))
     assert np.all(np.isfinite(out)) and np.all(out[:, 0] < -1e37)

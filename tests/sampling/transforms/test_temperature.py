@@ -25,7 +25,7 @@ TAME = ("normal", "ties", "banned", "one_hot", "equal", "peaked")
 def test_temperatures_divide_by_what_the_oracle_says(kind, seed, value, delta, exponent):
     x = tc.logits(kind, seed)
     plain = np.asarray(tc.run(tf.Temperature(tc.real(value)), x, tc.at(), tc.context()))
-    transform = tf.DynamicTemperature(tc.real(value), tc.real(delta), tc.real(exponent))
+    transform = tf.Temperature(tc.real(value), None, tc.real(delta), tc.real(exponent))
     dynamic = np.asarray(tc.run(transform, x, tc.at(), tc.context()))
     for n in range(tc.NUM_POSITIONS):
         np.testing.assert_allclose(plain[n], samplers.temperature(x[n], value), rtol=1e-5)
@@ -36,17 +36,10 @@ def test_temperatures_divide_by_what_the_oracle_says(kind, seed, value, delta, e
         np.testing.assert_allclose(dynamic[n], expected, rtol=5e-3 if delta > 0 else 1e-5)
 
 
-def test_dynamic_temperature_without_range_is_plain_temperature():
-    x = tc.logits("normal", 0)
-    plain = tc.run(tf.Temperature(tc.real(0.7)), x, tc.at(), tc.context())
-    transform = tf.DynamicTemperature(tc.real(0.7), tc.real(0.0), tc.real(1.0))
-    np.testing.assert_array_equal(tc.run(transform, x, tc.at(), tc.context()), plain)
-
-
 def test_dynamic_temperature_of_zero_leaves_the_best_candidate():
     x = np.full((6, 40), -200.0, np.float32)
     x[:, 7] = 0.0
-    transform = tf.DynamicTemperature(tc.real(0.5), tc.real(0.5), tc.real(1.0))
+    transform = tf.Temperature(tc.real(0.5), None, tc.real(0.5), tc.real(1.0))
     out = np.asarray(tc.run(transform, x, tc.at(), tc.context()))
     assert np.all(np.flatnonzero(out[0] > -np.inf) == [7])
 

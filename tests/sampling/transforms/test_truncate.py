@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import near, samplers
 
-from dlm_jax.config import SamplingParams
 from dlm_jax.sampling import transforms as tf
 
 SIZES = (1, 2, 40, 151)  # 40 is compared all with all, 151 is searched
@@ -94,16 +93,6 @@ def test_top_p_keeps_the_token_that_reaches_p():
     assert [int(row.sum()) for row in out[:3]] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(("is_grown", "kept"), [(False, [2, 4, 2]), (True, [3, 1, 2])])
-def test_tokens_that_a_sampler_head_draws_have_a_nucleus_of_their_own(is_grown, kept):
-    x = np.log(np.array([[0.5, 0.3, 0.15, 0.05]] * tc.NUM_POSITIONS, np.float32))
-    transform = tf.TopP(tc.real(0.6, 1.0, 0.6), tc.whole(1), tc.real(0.9, 0.45, 0.0))
-    grown_N = jnp.full(tc.NUM_POSITIONS, is_grown)
-    out = np.asarray(tc.run(transform, x, tc.at(is_grown_N=grown_N), tc.context()))
-    assert [int(np.isfinite(row).sum()) for row in out[:3]] == kept
-    np.testing.assert_array_equal(out[np.isfinite(out)], x[np.isfinite(out)])
-
-
 def test_min_p_keeps_a_token_exactly_at_the_threshold():
     x = np.array([[0.0, -1.0, float(np.log(np.float32(0.5))), -4.0]] * 6, np.float32)
     out = np.isfinite(tc.run(tf.MinP(tc.real(0.5), tc.whole(1)), x, tc.at(), tc.context()))
@@ -182,14 +171,6 @@ def test_a_disabled_row_costs_no_pass_of_the_search():
     x = tc.logits("normal", 0, (tc.NUM_POSITIONS, 151))
     out = jax.jit(transform.apply)((), x, tc.at())
     np.testing.assert_array_equal(out, x)
-
-
-def test_the_smallest_share_of_what_the_head_draws_is_a_share():
-    """0 stands for that of the other tokens, so nothing else may round to it."""
-    rows = [SamplingParams(sampler_top_p=p) for p in (0.0, 1e-300, 0.5, 1.0)]
-    shares_B = tf.TopP.pack(rows, None).grown_p_B
-    assert shares_B[0] == 0 and 0 < shares_B[1] < 1e-30
-    np.testing.assert_array_equal(shares_B[2:], [0.5, 1.0])
 
 
 @pytest.mark.parametrize("V", [4, 40, 151, 2503])
