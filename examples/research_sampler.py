@@ -61,8 +61,8 @@ many = jnp.arange(2 * jax.device_count(), dtype=jnp.uint32)
 print("shard_map:", jax.jit(split)(model.params, many).shape)
 
 # %% [markdown]
-# The log-probabilities of the draws are differentiable. This cell computes a policy gradient
-# through a `scan` over the steps; the reward is the number of commas.
+# The log-probabilities of a replay are differentiable. This cell samples and computes a policy
+# gradient in one function; the reward is the number of commas.
 
 # %%
 letter = model.tokenizer.encode(",")[0]
@@ -79,7 +79,8 @@ def policy_gradient(params, steps):
         done = sampler.finish(state)
         reward = jnp.sum(done.tokens == letter, axis=1).astype(jnp.float32)
         advantage = reward - reward.mean()
-        return -jnp.mean(advantage * done.trace.logprobs.sum((1, 2)))
+        logprobs = dlm_jax.replay(model, params, done.trace, every_draw=True)
+        return -jnp.mean(advantage * logprobs.sum((1, 2)))
 
     return jax.grad(loss)(params)
 

@@ -336,7 +336,7 @@ def _choose(
             chain.prepare(state.chain_state, inputs.context), clean_PV, at
         ),
     )
-    state_P = gather_state(rule, state.rule_state, places_P, inputs.is_open_BL.shape[1])
+    state_P = gather_state(state.rule_state, places_P, inputs.is_open_BL.shape[1])
     score_P, _ = rule.score(state_P, clean_PV, drawn)
     new = Proposal(ids_P, logprob_P, final_logprob_P, score_P)
     new = jax.tree.map(lambda x, y: y.astype(x.dtype), old, new)

@@ -29,14 +29,9 @@ from dlm_jax.inference.request import (
     settings_of_call,
 )
 from dlm_jax.sampling.forward import ready, with_cache
-from dlm_jax.sampling.loop import run_steps, start, stepper_of
+from dlm_jax.sampling.loop import run_steps, start, step_of
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.replay import (
-    Trace,
-    replayed,
-    trace_of,
-    with_gradient,
-)
+from dlm_jax.sampling.replay import Trace, replayed, trace_of
 from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import State
 from dlm_jax.settings import UNSET, SettingError
@@ -73,9 +68,8 @@ class Sampler:
     """Pure functions over pytrees that sample with the settings passed to `sampler`.
 
     The functions run the same steps as the engine and return the same texts as `dlm_jax.generate`.
-    The functions compose with ``jit``, ``scan``, ``vmap`` and ``shard_map``. With ``trace=True``
-    the log-probabilities of the trace are differentiable with respect to `params`, through `run`
-    and through `step`, including in a ``lax.scan``.
+    The functions compose with ``jit``, ``scan``, ``vmap`` and ``shard_map``. No derivative passes
+    through the steps: the log-probabilities that `replay` computes from a trace are differentiable.
 
     Attributes:
       model: the model, which provides the network, tokenizer and recommended settings. Its
@@ -132,25 +126,18 @@ class Sampler:
 
     def step(self, params: Params, state: State) -> State:
         """Returns the state after one step of every running row."""
-        before, fixed = state, jax.lax.stop_gradient(params)
+        params, state = jax.lax.stop_gradient((params, state))
         with devices.exact():
-            step = stepper_of(state.rules).step
-            state = step(self.program, ready(self.program, fixed, state), state)
-        if state.records is None:
-            return state
-        return with_gradient(self.program, params, before, state, is_one_step=True)
+            step = step_of(state.rules)
+            return step(self.program, ready(self.program, params, state), state)
 
     def run(self, params: Params, state: State, steps: int | jax.Array) -> State:
         """Returns the state after at most `steps` more steps of each row; `steps` may be a traced
         array.
         """
-        before, fixed = state, jax.lax.stop_gradient(params)
-        loose = jax.lax.stop_gradient(state)
+        params, state = jax.lax.stop_gradient((params, state))
         with devices.exact():
-            state = run_steps(self.program, ready(self.program, fixed, state), loose, steps)
-        if state.records is None:
-            return state
-        return with_gradient(self.program, params, before, state)
+            return run_steps(self.program, ready(self.program, params, state), state, steps)
 
     def finish(self, state: State) -> Sampled:
         """Returns the current rows, truncated after their first generated EOS."""

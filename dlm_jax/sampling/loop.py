@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from dlm_jax.sampling.forward import ready
 from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.rules import Rules
-from dlm_jax.sampling.state import State, start
+from dlm_jax.sampling.state import State
+from dlm_jax.sampling.state import start as start
 from dlm_jax.types import Params
 
 _NEVER = 2**31 - 1
@@ -28,9 +29,8 @@ class Advance:
 
     The loop ends early when no row is running or `num_ends` rows have ended. `num_steps` and
     `num_ends` are traced numbers, and `state` is donated. One program is compiled per shape, chain
-    and set of rules. ``compiled`` lists the compiled shapes, and ``program`` is the static part
-    that they share. ``has_run`` is True after a call has returned, that is, after a program has
-    been compiled.
+    and set of rules. ``compiled`` lists the compiled shapes, ``program`` is the static part that
+    they share, and ``has_run`` is True after a call has returned.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -50,10 +50,7 @@ class Advance:
         num_steps: int | np.int32 | jax.Array,
         num_ends: int | np.int32 | jax.Array = _NEVER,
     ) -> State:
-        """The state after up to `num_steps` more steps. The old state is donated.
-
-        The call returns early when `num_ends` of the running rows have ended.
-        """
+        """The state after up to `num_steps` more steps, or after `num_ends` rows have ended."""
         state = self._jitted(params, state, *map(_on_device, (num_steps, num_ends)))
         self.has_run = True
         return state
@@ -107,23 +104,9 @@ def advance(
     return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
 
 
-class Stepper(NamedTuple):
-    """A sampling process.
-
-    Attributes:
-      init: ``(tokens_BL, length_B, row, rules, *, mask_id, ...) -> state``, the state before the
-        first step.
-      step: ``(program, params, state) -> state``, one step of every running row.
-    """
-
-    init: Callable[..., State]
-    step: Callable[[Program, Params, State], State]
-
-
-def stepper_of(rules: Rules) -> Stepper:
-    """The stepper of these rules: that of noise for a noise rule, and otherwise that of MASK."""
-    is_noise = isinstance(rules.commit, NoiseRule)
-    return Stepper(start, noise_step.step if is_noise else mask_step.step)
+def step_of(rules: Rules) -> Callable[[Program, Params, State], State]:
+    """The step of these rules: that of noise for a noise rule, and otherwise that of MASK."""
+    return noise_step.step if isinstance(rules.commit, NoiseRule) else mask_step.step
 
 
 def run_steps(
@@ -140,7 +123,7 @@ def run_steps(
     if state.edits is not None:
         origin_BL = places(state.edits.origin_BL)
         state = state._replace(edits=state.edits._replace(origin_BL=origin_BL))
-    step = functools.partial(stepper_of(state.rules).step, program)
+    step = functools.partial(step_of(state.rules), program)
     return advance(step, params, state, num_steps, num_ends)
 
 

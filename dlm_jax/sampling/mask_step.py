@@ -2,11 +2,8 @@
 
 ``step: re-noise -> mask -> forward -> transform logits -> propose -> commit -> edit -> remask``.
 Every published sampler is a selection of rules for these slots. Edits and remasking run at the end
-of a step, not at the start of the next step. The logits therefore need not be stored, and a row
-without remasked tokens ends without another forward pass.
-
-The step is two functions, because a host sampler can change candidates between them: `propose_step`
-leaves the tokens as the forward pass read them, and `commit_step` writes.
+of a step: the logits need not be stored, and a row without remasked tokens ends without another
+forward pass.
 """
 
 from __future__ import annotations
@@ -44,17 +41,15 @@ from dlm_jax.sampling.state import (
     State,
     check_result,
     end_step,
+    gather_state,
     move_state,
     overwrite,
-    position_leaves,
     refines,
     reset_state,
-    score_positions,
     step_chain,
     step_keys,
     token_positions,
     visible_context,
-    with_position_leaves,
 )
 from dlm_jax.sampling.transforms.transform import At, Context
 from dlm_jax.types import Canvas, Params, live_positions, returned
@@ -63,7 +58,7 @@ _LOWER = TIES.code("lower")
 
 
 class StepProposal(NamedTuple):
-    """The candidates of a step, before the commit.
+    """The candidates of a step, before the commit. A host sampler can change them.
 
     Attributes:
       is_open_BL: True at positions that receive a candidate.
@@ -73,8 +68,7 @@ class StepProposal(NamedTuple):
       context: the visible tokens, for logit transforms.
       output: the output of the trunk.
       cache: the cache after the forward pass; None without a cache.
-      forwards_B: int32, number of forward passes for each row so far in this step.
-      positions_B: int32, number of live positions computed by these passes; 0 without a cache.
+      counters: counters of the step so far.
       draw_key_B: key of each row for drawing the tokens of the step.
       filled: candidates and statistics of the fill.
     """
@@ -85,8 +79,7 @@ class StepProposal(NamedTuple):
     context: Context
     output: TrunkOutput
     cache: CacheState | None
-    forwards_B: jax.Array
-    positions_B: jax.Array
+    counters: Counters
     draw_key_B: jax.Array
     filled: FillOutput
 
@@ -173,8 +166,11 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         context=context,
         output=output,
         cache=cache,
-        forwards_B=forwards_B,
-        positions_B=positions_B,
+        counters=Counters(
+            forwards=state.is_running_B * forwards_B,
+            positions=state.is_running_B * positions_B,
+            filled=jnp.sum(is_open_BL, axis=1),
+        ).plus(Counters(**filled.counts)),
         draw_key_B=draw_key_B,
         filled=filled,
     )
@@ -194,7 +190,7 @@ def commit_step(
     goes_on_B = steps_B & is_finite_B & ~is_last_B
 
     # Commit. The last step of a block fills every hole.
-    before = with_position_leaves(rule, state.rule_state, filled.rule_state, shape[1])
+    before = filled.rule_state
     result = rule.select(before, context, proposal)
     chosen_BL, after = check_result(result, rule, "select", before)
     chosen_BL = returned(chosen_BL, rule, "select", "B, L", shape, bool)
@@ -203,11 +199,6 @@ def commit_step(
     is_scored_BL = is_committed_BL
     if proposed.is_read_BL is not None:
         is_scored_BL |= proposed.is_read_BL
-    counters = Counters(
-        forwards=state.is_running_B * proposed.forwards_B,
-        positions=state.is_running_B * proposed.positions_B,
-        filled=jnp.sum(is_open_BL, axis=1),
-    ).plus(Counters(**filled.counts))
     state = state._replace(
         canvas=state.canvas._replace(
             tokens_BL=jnp.where(is_committed_BL, proposal.tokens_BL, tokens_BL)
@@ -216,7 +207,7 @@ def commit_step(
         committed_BL=jnp.where(is_committed_BL, step_B[:, None], state.committed_BL),
         chain_state=rules.chain.update(state.chain_state, is_committed_BL, proposal),
         cache=proposed.cache,
-        counters=state.counters.plus(counters),
+        counters=state.counters.plus(proposed.counters),
         rule_state=choose(steps_B, after, before),
         signal_BLD=filled.signal_BLD,
     )
@@ -237,9 +228,9 @@ def commit_step(
     # Remask. A head reads the canvas with the step's candidates in its holes.
     if rules.remask is not None:
         remask_rule, tokens_BL, wrong_BL = rules.remask, state.canvas.tokens_BL, None
+        is_mask_BL = tokens_BL == program.mask_id
         if head := head_of(remask_rule.needs):
-            is_hole_BL = tokens_BL == program.mask_id
-            full_BL = jnp.where((candidate_BL >= 0) & is_hole_BL, candidate_BL, tokens_BL)
+            full_BL = jnp.where((candidate_BL >= 0) & is_mask_BL, candidate_BL, tokens_BL)
             full = full_BL, state.canvas.length_B
             reads_B = goes_on_B & remask_rule.is_active()
             wrong_BL = jax.lax.cond(
@@ -252,7 +243,7 @@ def commit_step(
             state = state._replace(counters=state.counters.plus(counters))
         remask = RemaskContext(
             step=context,
-            is_open_BL=state.is_free_BL & (tokens_BL != program.mask_id) & goes_on_B[:, None],
+            is_open_BL=state.is_free_BL & ~is_mask_BL & goes_on_B[:, None],
             is_fresh_BL=is_fresh_BL,
             num_free_B=jnp.sum(state.is_free_BL, axis=1),
             logprob_BL=state.logprob_BL,
@@ -274,8 +265,6 @@ def commit_step(
 
     # Record.
     if state.records is not None and choice_B is not None:
-        assert filled.draw_logprob_BL is not None and filled.entropy_BL is not None
-        assert filled.level_BL is not None, "the program is traced"
         is_drawn_BL = is_open_BL & is_finite_B[:, None]
         confidence_BL = show_confidence(rule, proposal.confidence_BL)
         new = Records(
@@ -344,11 +333,13 @@ def draw_candidates(
 
         def score(
             places_N: jax.Array, at: At, logits_NV: jax.Array, drawn: DrawnTokens
-        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        ) -> tuple[jax.Array, Any]:
             if scored is not None:
                 logits_NV, drawn = scored(chain, at_places(tokens_BL, places_N), at, drawn)
-            inputs = places_N, num_positions, logits_NV, drawn
-            return score_positions(rule, state.rule_state, *inputs)
+            state_N = gather_state(state.rule_state, places_N, num_positions)
+            result = rule.score(state_N, logits_NV, drawn)
+            score_N, state_N = check_result(result, rule, "score", state.rule_state)
+            return returned(score_N, rule, "score", "N", places_N.shape, jnp.float32), state_N
 
         fill = FillInput(
             network=program.network,
@@ -365,7 +356,7 @@ def draw_candidates(
             method=program.draw,
             banned_ids=program.banned_ids,
             score=score,
-            rule_state=position_leaves(rule, state.rule_state, num_positions),
+            rule_state=state.rule_state,
             is_traced=program.num_traced > 0,
             signal=None if signal is None else functools.partial(signal, params),
             signal_BLD=state.signal_BLD,
@@ -470,7 +461,6 @@ def apply_edits(
     tokens_BL = moved(position_map, canvas.tokens_BL, edits.token, program.pad_id)
     is_put_BL = position_map.is_new_BL & (tokens_BL != program.mask_id)
     committed_BL = moved(position_map, state.committed_BL, -1)
-    num_positions = is_open_BL.shape[1]
     moved_block = block._replace(
         begin_B=moved_boundary(position_map, block.begin_B),
         end_B=moved_boundary(position_map, block.end_B),
@@ -488,10 +478,8 @@ def apply_edits(
         block=choose(is_running_B, moved_block, block),
         logprob_BL=moved(position_map, state.logprob_BL, 0.0),
         committed_BL=jnp.where(is_put_BL, EDITED, committed_BL),
-        rule_state=move_state(state.rules.commit, state.rule_state, position_map, num_positions),
-        remask_state=move_state(
-            state.rules.remask, state.remask_state, position_map, num_positions
-        ),
+        rule_state=move_state(state.rules.commit, state.rule_state, position_map),
+        remask_state=move_state(state.rules.remask, state.remask_state, position_map),
         edits=past._replace(
             inserted_BL=moved(position_map, past.inserted_BL, True, False),
             # A row that has ended retains the marks of its last edits.

@@ -30,7 +30,6 @@ from dlm_jax.sampling.state import (
     step_keys,
     token_positions,
     visible_context,
-    with_position_leaves,
 )
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import At
@@ -96,7 +95,7 @@ def step(program: Program, params: Params, state: State) -> State:
     proposal, is_finite_B = filled.proposal, filled.is_finite_B
 
     # Update: candidates, new noise and current tokens. The last step of a block leaves no MASK.
-    before = with_position_leaves(rule, state.rule_state, filled.rule_state, num_positions)
+    before = filled.rule_state
     update, after = check_result(
         rule.update(before, noise_context, proposal), rule, "update", before
     )

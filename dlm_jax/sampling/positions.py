@@ -97,6 +97,11 @@ def put(old: Any, places_N: jax.Array, is_real_N: jax.Array, new: Any) -> Any:
     return jax.tree.map(into, old, new)
 
 
+def belongs_to_positions(leaf: jax.Array, num_positions: int) -> bool:
+    """Whether a leaf of a rule's state has an axis of positions; see `dlm_jax.sampling.state`."""
+    return leaf.ndim > 1 and leaf.shape[1] == num_positions
+
+
 def at_places(x_BL: jax.Array, places_N: jax.Array) -> jax.Array:
     """The values at the places, ``[N, ...]``."""
     return x_BL.reshape(x_BL.shape[0] * x_BL.shape[1], *x_BL.shape[2:])[places_N]

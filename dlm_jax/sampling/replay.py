@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -122,9 +121,8 @@ _BY_STEP = (
 
 
 class _Step(NamedTuple):
-    """A recorded step of every row, ``[B, L]`` and ``[B]``: the input of the forward pass, the
-    candidates (-1 where there is none), True at those that are scored, `FillOutput.level_BL`,
-    `State.committed_BL` before the step, and the index of the step.
+    """A recorded step of every row; `is_read_BL` is True at the candidates that are scored, and
+    `order_BL` is `State.committed_BL` before the step.
     """
 
     canvas_BL: jax.Array
@@ -187,94 +185,18 @@ def joined(traces: Sequence[Trace]) -> Trace:
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *even)
 
 
-def with_gradient(
-    program: Program, params: Params, before: State, after: State, *, is_one_step: bool = False
-) -> State:
-    """Makes the new log-probabilities in `after`, a state some steps after `before`, differentiable
-    with respect to `params`. The values do not change. Without differentiation, nothing is
-    recomputed. Memory does not grow with the number of steps. With `is_one_step`, `after` is one
-    step after `before`, and only the arrays of this step are read.
-    """
-    records, old = after.records, before.records
-    assert records is not None and old is not None, "the program is traced"
-    if is_one_step:
-        row_B, num_steps = jnp.arange(before.step_B.size), records.choice_BS.shape[1]
-        is_new_B = after.step_B > before.step_B
-        place_B = jnp.minimum(before.step_B, num_steps - 1)
-        now = jax.tree.map(lambda leaf: leaf[row_B, place_B], records)
-        one = _Step(
-            canvas_BL=now.canvas_BSL,
-            tokens_BL=now.tokens_BSL,
-            is_read_BL=(now.tokens_BSL >= 0) & is_new_B[:, None],
-            level_BL=now.level_BSL,
-            order_BL=before.committed_BL,
-            step_B=before.step_B,
-        )
-        first = before._replace(records=None, cache=None, rules=before.rules._replace(cache=None))
-
-        @jax.checkpoint
-        def score_step(params: Params, seen: tuple[State, _Step]) -> jax.Array:
-            return _of_step(program, params, *seen, one.canvas_BL.shape[1])
-
-        logprob_BL = _as_sampled(score_step, params, (first, one), now.logprob_BSL)
-        put_B = jnp.where(is_new_B, before.step_B, num_steps)
-
-        # The derivative of a scatter would save a mask of all steps.
-        @jax.checkpoint
-        def put(old_BSL: jax.Array, new_BL: jax.Array) -> jax.Array:
-            return old_BSL.at[row_B, put_B].set(new_BL, mode="drop", unique_indices=True)
-
-        logprob_BSL = put(old.logprob_BSL, logprob_BL)
-        return after._replace(records=records._replace(logprob_BSL=logprob_BSL))
-    step_1S = jnp.arange(records.choice_BS.shape[1])[None]
-    is_new_BS = (step_1S >= before.step_B[:, None]) & (step_1S < after.step_B[:, None])
-
-    def score(params: Params, trace: Trace) -> jax.Array:
-        return replayed(program, params, trace, every_draw=True, is_new_BS=is_new_BS)
-
-    sampled_BSL = jax.lax.stop_gradient(records.logprob_BSL)
-    logprob_BSL = _as_sampled(score, params, trace_of(program, after), sampled_BSL)
-    logprob_BSL = jnp.where(is_new_BS[:, :, None], logprob_BSL, old.logprob_BSL)
-    return after._replace(records=records._replace(logprob_BSL=logprob_BSL))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _as_sampled(
-    score: Callable[[Params, Any], jax.Array], params: Params, seen: Any, sampled: jax.Array
-) -> jax.Array:
-    """Returns `sampled` with the derivatives of ``score(params, seen)``."""
-    return sampled
-
-
-@_as_sampled.defjvp
-def _derivative_of_score(
-    score: Callable[[Params, Any], jax.Array], primals: Any, tangents: Any
-) -> tuple[jax.Array, jax.Array]:
-    params, seen, sampled = primals
-    _, tangent = jax.jvp(lambda params: score(params, seen), (params,), (tangents[0],))
-    return sampled, tangent
-
-
 def replayed(
-    program: Program,
-    params: Params,
-    trace: Trace,
-    *,
-    every_draw: bool = False,
-    is_new_BS: jax.Array | None = None,
+    program: Program, params: Params, trace: Trace, *, every_draw: bool = False
 ) -> jax.Array:
     """Log-probabilities ``[B, S, L]`` of a trace's written tokens under these parameters; 0 at
-    other positions.
+    other positions. With `every_draw`, all drawn tokens are scored.
 
-    With `every_draw`, all drawn tokens are scored. With `is_new_BS`, only these steps are scored.
     The steps are processed one at a time, with all rows together, and each step's forward pass is
     recomputed for the gradient. Memory therefore does not grow with the number of steps.
     """
     num_steps, num_positions = trace.canvas.shape[1:]
     width = num_positions if every_draw else trace.width
     is_read_BSL = trace.tokens >= 0 if every_draw else trace.is_written
-    if is_new_BS is not None:
-        is_read_BSL &= is_new_BS[:, :, None]
     first = start(
         trace.canvas[:, 0],
         trace.length,

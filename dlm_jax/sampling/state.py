@@ -4,9 +4,9 @@ Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: the result for a row 
 the rest of the batch, and rows at different steps can be batched together.
 
 The state of a commit, remask or noise rule is any pytree that the rule's ``init(num_rows,
-num_positions)`` returns. A leaf whose second axis follows the number of positions belongs to the
-positions: `score` reads and updates it where logits are read, edits move it, and remasking resets
-it. Every other leaf belongs to the rows.
+num_positions)`` returns. A leaf ``[B, L, ...]`` belongs to the positions: `score` reads and updates
+it where logits are read, edits move it, and remasking resets it. Every other leaf belongs to the
+rows.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ import jax.numpy as jnp
 
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import CurrentBlock, choose, first_block, next_block
-from dlm_jax.sampling.commit.commit_rule import DrawnTokens
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.edits.moves import PositionMap, moved
 from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.noise import NoiseRule
-from dlm_jax.sampling.positions import at_places, place_of_largest
+from dlm_jax.sampling.positions import at_places, belongs_to_positions, place_of_largest
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
-from dlm_jax.types import Canvas, Status, first_eos, live_positions, returned
+from dlm_jax.types import Canvas, Status, first_eos, live_positions
 
 EDITED = -2
 """Value used instead of a step number for tokens written by an edit or re-noise."""
@@ -316,74 +315,18 @@ def end_step(
 # The states of rules.
 
 
-def follows_positions(rule: Any, state: Any, num_positions: int) -> Any:
-    """A rule's state with True at leaves that belong to the positions; static."""
-    if not (leaves := jax.tree.leaves(state)):
-        return state
-    num_rows = leaves[0].shape[0]
-    some, more = (
-        jax.eval_shape(lambda size=size: rule.init(num_rows, size))
-        for size in (num_positions, num_positions + 1)
-    )
-
-    def follows(leaf: Any, wider: Any) -> bool:
-        is_by_position = leaf.shape != wider.shape
-        for axis, size, what in ((0, num_rows, "first"), (1, num_positions, "second")):
-            if axis <= is_by_position and leaf.shape[axis : axis + 1] != (size,):
-                raise ValueError(
-                    f"{type(rule).__name__}.init returned an array of shape {leaf.shape}; its "
-                    f"{what} axis must have the {size} {'positions' if axis else 'rows'}"
-                )
-        return is_by_position
-
-    return jax.tree.map(follows, some, more)
-
-
-def position_leaves(rule: Any, state: Any, num_positions: int) -> tuple[jax.Array, ...]:
-    """The leaves of a rule's state that belong to the positions."""
-    follows = follows_positions(rule, state, num_positions)
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(follows), strict=True)
-    return tuple(leaf for leaf, is_by_position in pairs if is_by_position)
-
-
-def with_position_leaves(
-    rule: Any, state: Any, new: tuple[jax.Array, ...], num_positions: int
-) -> Any:
-    """A rule's state with other leaves of the positions."""
-    follows, rest = follows_positions(rule, state, num_positions), iter(new)
-    if len(new) != (count := sum(jax.tree.leaves(follows))):
-        raise ValueError(
-            f"the fill returned {len(new)} arrays of the state of {type(rule).__name__}, which has "
-            f"{count}; return the rule_state of FillInput.draw"
-        )
-    return jax.tree.map(lambda leaf, is_new: next(rest) if is_new else leaf, state, follows)
-
-
-def gather_state(rule: Any, state: Any, places_N: jax.Array, num_positions: int) -> Any:
+def gather_state(state: Any, places_N: jax.Array, num_positions: int) -> Any:
     """A rule's state of N positions or of their rows, ``[N, ...]``, at ``row * L + index``."""
 
-    def gather(leaf: jax.Array, is_by_position: bool) -> jax.Array:
-        return at_places(leaf, places_N) if is_by_position else leaf[places_N // num_positions]
+    def gather(leaf: jax.Array) -> jax.Array:
+        if belongs_to_positions(leaf, num_positions):
+            return at_places(leaf, places_N)
+        return leaf[places_N // num_positions]
 
-    return jax.tree.map(gather, state, follows_positions(rule, state, num_positions))
-
-
-def score_positions(
-    rule: Any,
-    state: Any,
-    places_N: jax.Array,
-    num_positions: int,
-    logits_NV: jax.Array,
-    drawn: DrawnTokens,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The scores of N positions, and the new leaves ``[N, ...]`` that belong to the positions."""
-    result = rule.score(gather_state(rule, state, places_N, num_positions), logits_NV, drawn)
-    score_N, state_N = check_result(result, rule, "score", state)
-    returned(score_N, rule, "score", "N", places_N.shape, jnp.float32)
-    return score_N, position_leaves(rule, state_N, num_positions)
+    return jax.tree.map(gather, state)
 
 
-def move_state(rule: Any, state: Any, position_map: PositionMap, num_positions: int) -> Any:
+def move_state(rule: Any, state: Any, position_map: PositionMap) -> Any:
     """A rule's state after edits: moved with the positions, and as in `init` where inserted."""
 
     def move(leaf: jax.Array, fresh: jax.Array) -> jax.Array:
@@ -391,7 +334,7 @@ def move_state(rule: Any, state: Any, position_map: PositionMap, num_positions: 
         one = jax.vmap(moved, in_axes=(None, 2, 2), out_axes=2)
         return one(position_map, leaf.reshape(shape), fresh.reshape(shape)).reshape(leaf.shape)
 
-    return _map_positions(rule, state, move, num_positions)
+    return _map_positions(rule, state, move, position_map.is_new_BL.shape)
 
 
 def reset_state(rule: Any, state: Any, is_at_BL: jax.Array) -> Any:
@@ -401,15 +344,19 @@ def reset_state(rule: Any, state: Any, is_at_BL: jax.Array) -> Any:
         is_fresh = is_at_BL.reshape(*is_at_BL.shape, *[1] * (leaf.ndim - 2))
         return jnp.where(is_fresh, fresh, leaf)
 
-    return _map_positions(rule, state, reset, is_at_BL.shape[1])
+    return _map_positions(rule, state, reset, is_at_BL.shape)
 
 
-def _map_positions(rule: Any, state: Any, change: Callable[..., Any], num_positions: int) -> Any:
-    old = position_leaves(rule, state, num_positions)
-    if not old:
+def _map_positions(
+    rule: Any, state: Any, change: Callable[..., jax.Array], shape: tuple[int, ...]
+) -> Any:
+    if not jax.tree.leaves(state):
         return state
-    fresh = position_leaves(rule, rule.init(old[0].shape[0], num_positions), num_positions)
-    return with_position_leaves(rule, state, tuple(map(change, old, fresh)), num_positions)
+    return jax.tree.map(
+        lambda old, fresh: change(old, fresh) if belongs_to_positions(old, shape[1]) else old,
+        state,
+        rule.init(*shape),
+    )
 
 
 def check_result(result: Any, rule: Any, method: str, before: Any) -> tuple[Any, Any]:
@@ -424,13 +371,10 @@ def check_result(result: Any, rule: Any, method: str, before: Any) -> tuple[Any,
         raise ValueError(
             f"{by} a {type(result).__name__}; return a pair of the result and the state"
         )
-    structure, expected = jax.tree.structure(result[1]), jax.tree.structure(before)
-    if structure != expected:
-        raise ValueError(f"{by} a state {structure}; return the arrays of init, {expected}")
-    for leaf, first in zip(jax.tree.leaves(result[1]), jax.tree.leaves(before), strict=True):
-        if jnp.result_type(leaf) != first.dtype:
-            raise ValueError(
-                f"{by} a state with {jnp.result_type(leaf)} where init has {first.dtype}; return "
-                f"the dtypes of init"
-            )
+    kinds, expected = (
+        (jax.tree.structure(state), [str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(state)])
+        for state in (result[1], before)
+    )
+    if kinds != expected:
+        raise ValueError(f"{by} a state {kinds}; return the arrays of init, {expected}")
     return result

@@ -156,66 +156,6 @@ def test_rows_are_the_same_under_shard_map():
     np.testing.assert_array_equal(jax.jit(split)(enumerable.PARAMS, SEEDS), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sample", [by_scan, sampled])
-def test_log_probabilities_have_the_derivatives_of_replay(sample):
-    weight = jnp.arange(1.0, 17.0)
-
-    def own(params):
-        return jnp.sum(weight * sample(params, SEEDS).trace.logprobs.sum((1, 2)))
-
-    trace = jax.jit(sampled)(enumerable.PARAMS, SEEDS).trace
-
-    def again(params):
-        logprob = dlm_jax.replay(enumerable.MODEL, params, trace, every_draw=True)
-        return jnp.sum(weight * logprob.sum((1, 2)))
-
-    value, found = jax.jit(jax.value_and_grad(own))(enumerable.PARAMS)
-    wanted = jax.grad(again)(enumerable.PARAMS)
-    np.testing.assert_allclose(value, again(enumerable.PARAMS), rtol=1e-6)
-    assert float(jnp.abs(wanted["table"]).max()) > 1.0
-    np.testing.assert_allclose(found["table"], wanted["table"], atol=1e-5)
-
-
-def test_the_derivative_of_a_step_saves_no_array_of_all_steps():
-    state = begun(SEEDS)
-
-    def own(params):
-        return tiny().step(params, state).records.logprob_BSL.sum()
-
-    shape = state.records.canvas_BSL.shape
-    saved = jax.eval_shape(lambda params: jax.vjp(own, params)[1], enumerable.PARAMS)
-    assert shape[1] > 1
-    assert shape not in [leaf.shape for leaf in jax.tree.leaves(saved)]
-
-
-@pytest.mark.slow
-def test_forward_mode_is_reverse_mode():
-    direction = jax.tree.map(jnp.cos, enumerable.PARAMS)
-
-    def own(params):
-        return sampled(params, SEEDS).trace.logprobs.sum()
-
-    _, found = jax.jit(lambda p: jax.jvp(own, (p,), (direction,)))(enumerable.PARAMS)
-    slope = jax.jit(jax.grad(own))(enumerable.PARAMS)
-    wanted = sum(float(jnp.vdot(slope[name], direction[name])) for name in slope)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_run_in_two_parts_has_the_derivatives_of_both():
-    def own(params, half):
-        state = tiny().run(params, begun(SEEDS), 1)
-        return tiny().run(half, state, 5).records.logprob_BSL.sum()
-
-    params = enumerable.PARAMS
-    first, second = jax.jit(jax.grad(own, argnums=(0, 1)))(params, params)
-    whole = jax.jit(jax.grad(lambda p: own(p, p)))(params)
-    both = jax.tree.map(jnp.add, first, second)
-    np.testing.assert_allclose(both["table"], whole["table"], atol=1e-5)
-    assert all(float(jnp.abs(part["table"]).max()) > 0.1 for part in (first, second))
-
-
 EOS = enumerable.TOKENIZER.eos_id
 
 

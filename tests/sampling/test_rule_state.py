@@ -13,22 +13,21 @@ ROWS, LENGTH = 2, 5
 
 
 class Both:
-    """A state of the positions, and one of the rows that is as wide as the canvas."""
+    """A state of the positions, and one of the rows."""
 
     def init(self, num_rows, num_positions):
-        return jnp.zeros((num_rows, num_positions, 2)), jnp.ones((num_rows, LENGTH))
+        return jnp.zeros((num_rows, num_positions, 2)), jnp.ones((num_rows, LENGTH + 1))
 
 
-def test_a_leaf_of_the_rows_that_is_as_wide_as_the_canvas_is_not_one_of_the_positions():
+def test_a_leaf_of_the_rows_is_not_one_of_the_positions():
     rule = Both()
-    state = jnp.arange(20.0).reshape(ROWS, LENGTH, 2), jnp.arange(10.0).reshape(ROWS, LENGTH)
-    assert rule_states.follows_positions(rule, state, LENGTH) == (True, False)
+    state = jnp.arange(20.0).reshape(ROWS, LENGTH, 2), jnp.arange(12.0).reshape(ROWS, LENGTH + 1)
     is_at_BL = jnp.zeros((ROWS, LENGTH), bool).at[1, 2].set(True)
     by_position, by_row = rule_states.reset_state(rule, state, is_at_BL)
     assert np.flatnonzero(np.asarray(by_position != state[0]).any(2)).tolist() == [7]
     assert (np.asarray(by_position[1, 2]) == 0).all() and by_row is state[1]
     places_N = jnp.array([7, 0])
-    at_position, at_row = rule_states.gather_state(rule, state, places_N, LENGTH)
+    at_position, at_row = rule_states.gather_state(state, places_N, LENGTH)
     np.testing.assert_array_equal(at_position, state[0].reshape(10, 2)[places_N])
     np.testing.assert_array_equal(at_row, state[1][jnp.array([1, 0])])
 

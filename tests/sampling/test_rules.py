@@ -15,7 +15,7 @@ from canvases import FOREVER, ROWS
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.sampling.commit import CommitRule
-from dlm_jax.sampling.loop import stepper_of
+from dlm_jax.sampling.loop import step_of
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.types import Status
@@ -27,7 +27,7 @@ PARAMS = [
 OTHER_CANVAS = 37
 NOISE = OTHER_CANVAS, toy.config().width
 _step = jax.jit(
-    lambda program, params, state: stepper_of(state.rules).step(program, params, state),
+    lambda program, params, state: step_of(state.rules)(program, params, state),
     static_argnums=0,
 )
 

@@ -12,18 +12,24 @@ import jax.numpy as jnp
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import DrawnTokens, Proposal
 from dlm_jax.sampling.draw import argmax, log_prob
-from dlm_jax.sampling.positions import TrunkOutput, at_places, chunk_size, fold, put
-from dlm_jax.sampling.row import Counters
+from dlm_jax.sampling.positions import (
+    TrunkOutput,
+    at_places,
+    belongs_to_positions,
+    chunk_size,
+    fold,
+    put,
+)
 from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.chain import Chain, chain
 from dlm_jax.sampling.transforms.default_chain import chain_of, sample_logits
 from dlm_jax.sampling.transforms.transform import At, Context
-from dlm_jax.settings import Rule, nearest, require, rule
+from dlm_jax.settings import Rule, require, rule
 from dlm_jax.types import Network, Params, live_positions, returned
 
 
 class FillOutput(NamedTuple):
-    """Candidates for the open positions, with statistics.
+    """Candidates for the open positions, with statistics. The last three are None unless traced.
 
     Attributes:
       proposal: the candidates.
@@ -37,11 +43,8 @@ class FillOutput(NamedTuple):
       signal_BLD: self-conditioning signal after the reads of this step, or None.
       draw_logprob_BL: float32 log-probability in nats of the candidate under the distribution it
         was drawn from (LM head or sampler head, after the row's chain); 0 in greedy rows.
-      entropy_BL: float32 entropy in nats of the clean logits of the head that the candidate was
-        drawn from.
+      entropy_BL: float32 entropy in nats of the clean logits of the head that drew the candidate.
       level_BL: int32, order within the fill. A candidate depends on the candidates of lower levels.
-        None if all are of level 0; a step with a trace requires an array. The two fields above are
-        None unless the step is traced.
     """
 
     proposal: Proposal
@@ -49,11 +52,11 @@ class FillOutput(NamedTuple):
     counts: Mapping[str, jax.Array] = {}
     total_BL: jax.Array | None = None
     best_BL: jax.Array | None = None
-    rule_state: tuple[jax.Array, ...] = ()
+    rule_state: Any = ()
     signal_BLD: jax.Array | None = None
-    draw_logprob_BL: jax.Array | None = None
-    entropy_BL: jax.Array | None = None
-    level_BL: jax.Array | None = None
+    draw_logprob_BL: Any = None
+    entropy_BL: Any = None
+    level_BL: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ class FillInput:
       score: ``(places_N, at, logits_NV, drawn) -> (score_N, rule_state_N)``, the scores of the
         candidates for the rule of the step, and the new state of their positions; None scores them
         by their log-probability.
-      rule_state: the leaves of that rule's state that belong to the positions.
+      rule_state: the state of that rule.
       preference_BL: uint32, priority of each position when scores are tied.
       own_BL: int32 existing tokens to score instead of drawing a candidate, -1 elsewhere; or None.
       is_scored_BL: True where `FillOutput.total_BL` is needed, or None.
@@ -103,8 +106,8 @@ class FillInput:
     chain: Chain
     prepared: Any
     key_B: jax.Array
-    score: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]] | None = None
-    rule_state: tuple[jax.Array, ...] = ()
+    score: Callable[..., tuple[jax.Array, Any]] | None = None
+    rule_state: Any = ()
     preference_BL: jax.Array | None = None
     own_BL: jax.Array | None = None
     is_scored_BL: jax.Array | None = None
@@ -204,13 +207,18 @@ class FillInput:
             draw_logprob_BL, entropy_BL = put(
                 (draw_logprob_BL, entropy_BL), places_N, is_real_N, (draw_logprob_N, entropy_N)
             )
+
+        def put_state(old: jax.Array, new_N: jax.Array) -> jax.Array:
+            is_by_position = belongs_to_positions(old, self.tokens_BL.shape[1])
+            return put(old, places_N, is_real_N, new_N) if is_by_position else old
+
         new = Proposal(ids_N, logprob_N, final_logprob_N, score_N)
         return out._replace(
             proposal=put(out.proposal, places_N, is_real_N, new),
             is_finite_B=out.is_finite_B.at[at.row_N].min(is_fine_N),
             total_BL=total_BL,
             best_BL=best_BL,
-            rule_state=put(out.rule_state, places_N, is_real_N, rule_state_N),
+            rule_state=jax.tree.map(put_state, out.rule_state, rule_state_N),
             signal_BLD=signal_BLD,
             draw_logprob_BL=draw_logprob_BL,
             entropy_BL=entropy_BL,
@@ -234,7 +242,7 @@ class FillInput:
         at: At,
         drawable_NV: jax.Array | None = None,
         final_NV: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    ) -> tuple[jax.Array, jax.Array, Any]:
         """Log-probability and score of ids, and the new state of their positions.
 
         The other arguments are those of `draw`, and the clean logits after the chain, if known.
@@ -307,13 +315,6 @@ def check_filled(rule: FillRule, filled: FillOutput, shape: tuple[int, ...]) -> 
     for name, value, kind in zip(Proposal._fields, filled.proposal, kinds, strict=True):
         returned(value, rule, f"propose(...).proposal.{name}", "B, L", shape, kind)
     returned(filled.is_finite_B, rule, "propose(...).is_finite_B", "B", shape[:1], bool)
-    for name, value in filled.counts.items():
-        if name not in Counters._fields:
-            raise ValueError(
-                f"{type(rule).__name__}.propose returned counts[{name!r}], which is no field of "
-                f"Counters; {nearest(name, Counters._fields)}"
-            )
-        returned(value, rule, f"propose(...).counts[{name!r}]", "B", shape[:1], jnp.int32)
     return filled
 
 
@@ -321,8 +322,8 @@ def check_filled(rule: FillRule, filled: FillOutput, shape: tuple[int, ...]) -> 
 class Parallel(FillRule):
     """Draws a candidate for every open position from the LM head, independently of other positions.
 
-    The open positions of all rows are gathered and processed in chunks. The cost is therefore
-    proportional to the number of open positions, and no ``[B, L, V]`` array exists.
+    The open positions of all rows are gathered and processed in chunks, so the cost is proportional
+    to their number, and no ``[B, L, V]`` array exists.
     """
 
     about = "independently of each other"
@@ -388,33 +389,11 @@ def standalone_fill(
 
 
 def parallel_fill(
-    params: Params,
-    hidden_BLD: jax.Array,
-    tokens_BL: jax.Array,
-    key_B: jax.Array,
-    *,
-    network: Network,
-    is_open_BL: jax.Array,
-    length_B: jax.Array | None = None,
-    settings: Mapping[str, Any] | Chain | None = None,
-    banned_ids: tuple[int, ...] = (),
-    chunk: int | None = None,
+    params: Params, hidden_BLD: jax.Array, tokens_BL: jax.Array, key_B: jax.Array, **options: Any
 ) -> FillOutput:
     """A token for each open position, drawn independently from the LM head.
 
-    The arguments and the result are those of `wavefront_fill`, without those of the sampler head.
-    The cost is proportional to the number of open positions, and no ``[B, L, V]`` array exists.
+    The arguments, of which ``network`` and ``is_open_BL`` are required, and the result are those of
+    `wavefront_fill`, without those of the sampler head.
     """
-    return standalone_fill(
-        Parallel(),
-        params,
-        hidden_BLD,
-        tokens_BL,
-        key_B,
-        network=network,
-        is_open_BL=is_open_BL,
-        length_B=length_B,
-        settings=settings,
-        banned_ids=banned_ids,
-        chunk=chunk,
-    )
+    return standalone_fill(Parallel(), params, hidden_BLD, tokens_BL, key_B, **options)

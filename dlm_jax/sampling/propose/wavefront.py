@@ -43,69 +43,46 @@ def bootstrap(
 ) -> jax.Array:
     """True at the starting positions of each row, ``[B, L]``; see `Wavefront`.
 
-    `is_far_BL` marks the open positions in runs without a visible token at either end. A fraction
-    `ratio_B` of them (at least one) is chosen as starting positions. In spread rows, the far
-    positions are divided into equal windows, and the most confident position of each window is
+    `is_far_BL` marks the open positions in runs without a visible token at either end. In spread
+    rows, they are divided into equal windows, and the most confident position of each window is
     chosen. In other rows, the most confident positions overall are chosen.
     """
+    num_rows, num_positions = is_far_BL.shape
+    place_BL = jnp.broadcast_to(jnp.arange(num_positions), is_far_BL.shape)
+
+    def over_groups(value_BL: jax.Array, group_BL: jax.Array, reduce: Any = jax.ops.segment_max):
+        """The largest value in each far position's group, which is numbered within its row."""
+        key_BL = group_BL + num_positions * jnp.arange(num_rows)[:, None]
+        key_P = jnp.where(is_far_BL, key_BL, value_BL.size).reshape(-1)
+        return reduce(value_BL.reshape(-1), key_P, value_BL.size + 1)[key_P].reshape(value_BL.shape)
+
+    def surest_of_each(group_BL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
+        """True at the included position with the highest score in each group; ties as in `most`."""
+        best_BL = over_groups(jnp.where(is_in_BL, sureness_BL, -jnp.inf), group_BL)
+        if preference_BL is None:
+            is_best_BL = is_in_BL & (sureness_BL >= best_BL)
+        else:
+            is_best_BL = is_in_BL & reaches(sureness_BL, best_BL, 1.0)
+            liked_BL = jnp.where(is_best_BL, preference_BL, jnp.uint32(0))
+            is_best_BL &= liked_BL == over_groups(liked_BL, group_BL)
+        first_BL = jnp.where(is_best_BL, place_BL, NEVER)
+        return is_best_BL & (place_BL == over_groups(first_BL, group_BL, jax.ops.segment_min))
+
     total_B = jnp.sum(is_far_BL, axis=1)
     count_B = jnp.floor(ratio_B * total_B + 1e-3).astype(jnp.int32)
     count_B = jnp.minimum(jnp.maximum(count_B, 1), total_B)
-    rank_BL = jnp.cumsum(is_far_BL, axis=1) - 1
-    window_BL = _share(rank_BL, count_B[:, None], total_B[:, None])
+    # Unsigned, so that the products do not overflow in canvases of up to 65,536 positions.
+    rank_BL = (jnp.cumsum(is_far_BL, axis=1) - 1).astype(jnp.uint32)
+    count_B1, total_B1 = (x_B.astype(jnp.uint32)[:, None] for x_B in (count_B, total_B))
+    window_BL = (rank_BL * count_B1 // jnp.maximum(total_B1, 1)).astype(jnp.int32)
     is_first_BL = jnp.where(
         is_spread_B[:, None],
-        _surest_of_each(sureness_BL, is_far_BL, window_BL, preference_BL),
+        surest_of_each(window_BL, is_far_BL),
         most(sureness_BL, is_far_BL, count_B, preference_BL, 1.0),
     )
-    begins_BL = is_far_BL & ~left_of(is_far_BL)
-    run_BL = jnp.cumsum(begins_BL, axis=1) - 1
-    is_begun_BL = _over_groups(is_first_BL.astype(jnp.int32), is_far_BL, run_BL, "max") > 0
-    return is_first_BL | _surest_of_each(
-        sureness_BL, is_far_BL & ~is_begun_BL, run_BL, preference_BL
-    )
-
-
-def _share(rank: jax.Array, count: jax.Array, total: jax.Array) -> jax.Array:
-    """``floor(rank count / total)`` for numbers up to 2^20, without 32-bit overflow."""
-    rank, count = rank.astype(jnp.uint32), count.astype(jnp.uint32)
-    total = jnp.maximum(total, 1).astype(jnp.uint32)
-    thousands = rank // 1024 * count
-    rest = thousands % total * 1024 + rank % 1024 * count
-    return (thousands // total * 1024 + rest // total).astype(jnp.int32)
-
-
-def _surest_of_each(
-    score_BL: jax.Array,
-    is_in_BL: jax.Array,
-    group_BL: jax.Array,
-    preference_BL: jax.Array | None,
-) -> jax.Array:
-    """True at the included position with the highest score in each group. Ties are broken as in
-    `most`.
-    """
-    place_BL = jnp.broadcast_to(jnp.arange(score_BL.shape[1]), score_BL.shape)
-    best_BL = _over_groups(jnp.where(is_in_BL, score_BL, -jnp.inf), is_in_BL, group_BL, "max")
-    if preference_BL is None:
-        is_best_BL = is_in_BL & (score_BL >= best_BL)
-    else:
-        is_best_BL = is_in_BL & reaches(score_BL, best_BL, 1.0)
-        liked_BL = jnp.where(is_best_BL, preference_BL, jnp.uint32(0))
-        is_best_BL &= liked_BL == _over_groups(liked_BL, is_in_BL, group_BL, "max")
-    first_BL = _over_groups(jnp.where(is_best_BL, place_BL, NEVER), is_in_BL, group_BL, "min")
-    return is_best_BL & (place_BL == first_BL)
-
-
-def _over_groups(
-    value_BL: jax.Array, is_in_BL: jax.Array, group_BL: jax.Array, how: str
-) -> jax.Array:
-    """The maximum or minimum over each position's group. Groups are numbered within their row."""
-    num_rows, num_positions = value_BL.shape
-    key_BL = group_BL + num_positions * jnp.arange(num_rows)[:, None]
-    key_P = jnp.where(is_in_BL, key_BL, value_BL.size).reshape(-1)
-    reduce = jax.ops.segment_max if how == "max" else jax.ops.segment_min
-    found = reduce(value_BL.reshape(-1), key_P, value_BL.size + 1)
-    return found[key_P].reshape(value_BL.shape)
+    run_BL = jnp.cumsum(is_far_BL & ~left_of(is_far_BL), axis=1) - 1
+    has_first_BL = over_groups(is_first_BL.astype(jnp.int32), run_BL) > 0
+    return is_first_BL | surest_of_each(run_BL, is_far_BL & ~has_first_BL)
 
 
 def distance(
