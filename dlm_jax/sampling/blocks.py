@@ -1,8 +1,6 @@
 """Blocks: windows of a row that are decoded in order (semi-autoregressive decoding).
 
-The first block starts at the first unfrozen position. A row's steps are divided among the blocks
-that have work (see `first_block`), with the remainder in the first blocks. Unused
-steps of a block are dropped.
+A row's steps are divided among the blocks that have work, with the remainder in the first blocks.
 """
 
 from __future__ import annotations
@@ -65,9 +63,8 @@ def first_block(
     Each block has `length_B` positions. The first block starts at `first_B`, the first unfrozen
     position. A length of 0 gives a single block.
     """
-    zeros_B = jnp.zeros_like(steps_B)
+    zeros_B, size_B = jnp.zeros_like(steps_B), _size(length_B, is_work_BL)
     # Each block with work is counted at its first position with work.
-    size_B = _size(length_B, is_work_BL)
     number_BL = (jnp.arange(is_work_BL.shape[1])[None] - first_B[:, None]) // size_B[:, None]
     upto_BL = jax.lax.cummax(jnp.where(is_work_BL, number_BL, -1), axis=1)
     is_first_BL = is_work_BL & (number_BL > left_of(upto_BL, -1))
@@ -115,9 +112,8 @@ def next_block(
 
 
 def steps_needed(holes: np.ndarray, block_length: int, begin: int) -> int:
-    """The smallest number of steps that gives every block at least one step per hole.
-
-    `holes` contains the positions of the holes.
+    """The smallest number of steps that gives every block at least one step per hole, given the
+    positions of the holes.
     """
     if not block_length:
         return holes.size

@@ -1,7 +1,6 @@
-"""Draws one token id per position: an exact sample from the softmax, or the argmax.
+"""Draws one token id per position: an exact sample from the float32 softmax, or the argmax.
 
-Each position has its own key. The token at a position depends only on its key and its logits, not
-on other positions in the batch. The softmax is computed in float32. Greedy rows take the argmax.
+The token at a position depends only on its own key and logits.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ def argmax(logits_NV: Array) -> Array:
 def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Array:
     """Ids `[N]` (int32) drawn from `softmax(logits)`, with one typed key per position.
 
-    Logits can be `-inf`. Tokens with such logits are never drawn, and neither are tokens whose
-    float32 probability is 0. If all logits at a position are `-inf`, its id is 0.
+    Tokens with logits of `-inf` or a float32 probability of 0 are never drawn. If all logits at a
+    position are `-inf`, its id is 0.
 
     `method="inverse_cdf"` splits the vocabulary into three levels and draws one uniform number per
     level, because a single float32 number does not resolve the far tail. `"gumbel"` takes the
-    argmax of the logits plus Gumbel noise. Other programs use this method, which is an order of
-    magnitude slower on CPU.
+    argmax of the logits plus Gumbel noise, as other programs do; on CPU it is ten times slower.
     """
     return draw_with(logits_NV, noise(keys_N, method=method), method=method)
 
@@ -132,10 +130,9 @@ def log_prob(logits_NV: Array, ids_N: Array, sums: tuple[Array, Array] | None = 
 def _pick(weight_NK: Array, uniform_N: Array) -> Array:
     """Index `[N]` (int32) drawn in proportion to the weights; never an index with weight 0 unless
     all weights are 0.
-
-    The largest entry is placed at the end of the unit interval. All other entries are then resolved
-    relative to their sum, so that even a tail of mass 1e-9 is drawn in the right proportions.
     """
+    # The largest entry is placed at the end of the unit interval. All other entries are then
+    # resolved relative to their sum, so that a tail of mass 1e-9 is drawn in the right proportions.
     heaviest_N = place_of_largest(weight_NK)
     indices_1K = jnp.arange(weight_NK.shape[1], dtype=jnp.int32)[None]
     other_NK = jnp.where(indices_1K == heaviest_N[:, None], 0.0, weight_NK)

@@ -37,7 +37,6 @@ from dlm_jax.sampling.remask import RENOISE_SALT, RemaskContext
 from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import (
     EDITED,
-    Records,
     State,
     check_result,
     end_step,
@@ -267,21 +266,20 @@ def commit_step(
     if state.records is not None and choice_B is not None:
         is_drawn_BL = is_open_BL & is_finite_B[:, None]
         confidence_BL = show_confidence(rule, proposal.confidence_BL)
-        new = Records(
-            canvas_BSL=proposed.context.tokens_BL,
-            tokens_BSL=jnp.where(is_drawn_BL, proposal.tokens_BL, -1),
-            is_written_BSL=is_committed_BL,
-            logprob_BSL=jnp.where(is_drawn_BL, filled.draw_logprob_BL, 0.0),
-            entropy_BSL=jnp.where(is_drawn_BL, filled.entropy_BL, 0.0),
-            confidence_BSL=jnp.where(is_drawn_BL, confidence_BL, 0.0),
-            level_BSL=filled.level_BL,
-            choice_BS=choice_B,
-        )
-        row_B, num_steps = jnp.arange(shape[0]), state.records.choice_BS.shape[1]
-        place_B = jnp.where(steps_B, step_B, num_steps)
-        pairs = zip(state.records, new, strict=True)
-        put = (old.at[row_B, place_B].set(one, mode="drop") for old, one in pairs)
-        state = state._replace(records=Records(*put))
+        new = {
+            "canvas": proposed.context.tokens_BL,
+            "tokens": jnp.where(is_drawn_BL, proposal.tokens_BL, -1),
+            "is_written": is_committed_BL,
+            "logprobs": jnp.where(is_drawn_BL, filled.draw_logprob_BL, 0.0),
+            "entropy": jnp.where(is_drawn_BL, filled.entropy_BL, 0.0),
+            "confidence": jnp.where(is_drawn_BL, confidence_BL, 0.0),
+            "level": filled.level_BL,
+            "choice_logprobs": choice_B,
+        }
+        row_B, num_steps = jnp.arange(shape[0]), state.records["tokens"].shape[1]
+        at = row_B, jnp.where(steps_B, step_B, num_steps)
+        records = {name: x.at[at].set(new[name], mode="drop") for name, x in state.records.items()}
+        state = state._replace(records=records)
 
     # End of the step, the block and the row. A block without holes stays current while a row
     # resamples, edits, re-noises, remasks by a schedule, or rewrites tokens.

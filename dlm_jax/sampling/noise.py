@@ -1,8 +1,4 @@
-"""Noise rules, which can change every token of a block until the block ends.
-
-A block starts from the rule's first tokens. In each step, the rule writes a candidate, new noise or
-the current token at every open position.
-"""
+"""Noise rules, which can change every token of a block until the block ends."""
 
 from __future__ import annotations
 
@@ -120,18 +116,15 @@ class NoiseRule(OrderRule):
         )
 
     def begin(self, context: NoiseContext) -> jax.Array:
-        """Tokens ``[B, L]`` for the holes of rows before their first step; random tokens by
-        default.
-        """
+        """Tokens ``[B, L]`` for the holes of rows before their first step; by default random."""
         return context.random_BL
 
     def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> WithState:
-        """Scores the current tokens of N positions, float32 ``[N]``, and returns the new state of
-        the positions. By default, the score is the log-probability of the token.
+        """The score of the current tokens `drawn` of N positions, float32 ``[N]``, and the new
+        state of the positions. By default, the score is the log-probability of the token.
 
-        `logits_NV` are those that candidates are drawn from, after all transforms, and `drawn` are
-        the current tokens. Their log-probability under these logits is 0 or -inf in greedy rows,
-        which draw their argmax with certainty.
+        `logits_NV` are those that candidates are drawn from, after all transforms. Greedy rows draw
+        their argmax with certainty.
         """
         return drawn.logprob_N, state_N
 

@@ -20,9 +20,8 @@ _Pair = tuple[jax.Array, jax.Array]
 
 
 def chunk_size(vocab_size: int) -> int:
-    """Number of positions per readout: at least 64 on CPU and 256 elsewhere.
-
-    The logits of a chunk of this size fit into the cache of a CPU or saturate an accelerator.
+    """Number of positions per readout, whose logits fit into the cache of a CPU or saturate an
+    accelerator.
     """
     if platform() == "cpu":
         return max(64, 2**18 // vocab_size)
@@ -30,20 +29,16 @@ def chunk_size(vocab_size: int) -> int:
 
 
 def wave_chunk(vocab_size: int) -> int:
-    """Number of positions per call to the sampler head.
-
-    The number is small, because even a short wave takes a whole chunk. On CPU, unused places in a
-    chunk are expensive if the vocabulary is large.
+    """Number of positions per call to the sampler head; small, because a short wave takes a whole
+    chunk, whose unused places are expensive on CPU.
     """
     return max(16, min(128, 2**20 // vocab_size)) if platform() == "cpu" else 1024
 
 
 def group_size(num_rows: int, num_positions: int) -> int:
-    """Number of rows per group for forward passes over this many positions per row. A few rows
-    saturate a CPU.
-    """
-    wanted = 256 if platform() == "cpu" else 8192
-    return max(1, min(wanted // num_positions, num_rows))
+    """Number of rows per group for forward passes over this many positions per row."""
+    many = 256 if platform() == "cpu" else 8192
+    return max(1, min(many // num_positions, num_rows))
 
 
 def fold(
@@ -56,10 +51,9 @@ def fold(
 ) -> T:
     """The final carry of ``carry = body(carry, places_N, is_real_N)`` over the requested positions.
 
-    Positions are processed in order, `chunk` at a time, so the cost is proportional to the number
-    of positions. The padding of a chunk is not marked as real. With levels, positions are processed
-    level by level, and each chunk processes a single level. Positions of higher levels in the chunk
-    are marked as not real and are processed in a later chunk.
+    Positions are processed in order, `chunk` at a time, so the cost is proportional to their
+    number. The padding of a chunk is not real. With levels, positions are processed level by level:
+    positions of higher levels in a chunk are not real, and are processed in a later chunk.
     """
     size = is_wanted_BL.size
     chunk, count = min(chunk, size), jnp.sum(is_wanted_BL)
@@ -161,7 +155,7 @@ class TrunkOutput(NamedTuple):
         The logits of guided rows (scale s other than 0) are ``u + (s + 1) (c - u)``, where c is
         computed from the canvas and u from the canvas with its given tokens masked (Nie et al.
         2025, LLaDA, appendix; after Ho and Salimans 2022). Ids that are impossible under c or u
-        remain impossible. In rows with s = 0, the plain logits are returned bitwise unchanged.
+        remain impossible.
         """
         num_positions, width = self.hidden_BLD.shape[1:]
         row_N = places_N // num_positions
@@ -181,10 +175,6 @@ class TrunkOutput(NamedTuple):
             return jnp.where(scale_N[:, None] == 0, plain_NV, led_NV)
 
         return jax.lax.cond(jnp.any(scale_N != 0), guided, lambda x: x, plain_NV)
-
-
-# Return values of networks and rules are checked while a program is traced. The checks read only
-# shapes and dtypes, so they have no run-time cost. Errors name the rule and the method.
 
 
 def hidden(

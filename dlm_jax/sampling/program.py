@@ -23,12 +23,9 @@ class Program:
       mask_id: the id of MASK.
       chunk: number of positions per readout. Larger chunks need more memory (``chunk * V`` float32
         logits) but fewer kernel launches.
-      rows: sharding of the rows over devices; None if not sharded. Each device computes logits and
-          draws tokens only for its own rows. The number of slots must be divisible by the number of
-          devices.
+      rows: sharding of the rows over devices, which must divide their number; None if not sharded.
       draw: draw method, one of `dlm_jax.sampling.draw.METHODS`.
-      is_guided: True if rows can use guidance. If False, the guidance scale of every row is
-        ignored.
+      is_guided: False if the guidance scale of every row is ignored.
       eos_ids: ids that end a generation.
       banned_ids: ids that re-noise never writes, and that starting positions of waves and
         ``FillOutput.best_BL`` ignore regardless of the row's chain.
@@ -50,20 +47,12 @@ class Program:
     num_traced: int = 0
 
     def __post_init__(self) -> None:
-        require(
-            self.draw in METHODS,
-            "draw",
-            self.draw,
-            "is not a draw method",
-            f"use one of {', '.join(METHODS)}",
-        )
+        remedy = f"use one of {', '.join(METHODS)}"
+        require(self.draw in METHODS, "draw", self.draw, "is not a draw method", remedy)
 
     def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
         """Wraps ``fn(params, rows)``, where `rows` is a pytree of rows, so that each device
-        computes only its own rows if the rows are sharded.
-
-        Without the wrapper, the compiler gathers all rows on every device, which requires a sum
-        over devices each time.
+        computes only its own rows. Otherwise, the compiler would gather all rows on every device.
         """
         if self.rows is None:
             return fn

@@ -30,27 +30,23 @@ class Trace:
     """All tokens drawn in sampled rows, and all inputs (except model parameters) that their
     probabilities depend on.
 
-    Arrays have ``B`` rows, ``S`` steps and ``L`` positions. ``L`` is a multiple of 64 and at least
-    the length of the longest row. A trace is a pytree. The leaves of a trace can be indexed by rows
-    (`rows`), sharded over devices, or passed to compiled functions.
+    Arrays have ``B`` rows, ``S`` steps and ``L`` positions. ``L`` is a multiple of 64. A trace is a
+    pytree, whose leaves can be indexed by rows, sharded, or passed to compiled functions.
 
     Attributes:
       canvas: int32 ``[B, S, L]``, the input tokens of each step's forward pass; MASK at holes.
       tokens: int32 ``[B, S, L]``, the tokens that each step drew; -1 elsewhere.
-      is_written: True ``[B, S, L]`` at the drawn tokens that the step wrote. Other drawn tokens
-          were discarded.
-      logprobs: float32 ``[B, S, L]`` log-probability in nats of each drawn token under the policy.
-        The policy is the distribution that the token was drawn from: that of the LM head or sampler
-        head, after bans, guidance, temperature and all transforms. The value is 0 in greedy rows
-        and where no token was drawn.
+      is_written: True ``[B, S, L]`` at the drawn tokens that the step wrote.
+      logprobs: float32 ``[B, S, L]`` log-probability in nats of each drawn token under the policy,
+        that is, the distribution that it was drawn from: that of the LM head or sampler head, after
+        bans, guidance, temperature and all transforms; 0 in greedy rows and elsewhere.
       choice_logprobs: float32 ``[B, S]`` log-probability in nats of choosing the positions that
         were written and remasked: ``-ln C(n, k)`` for k of n holes in random order, 0 for rules
         whose selection depends only on the tokens.
       entropy: float32 ``[B, S, L]``, entropy in nats of the head's logits before the chain, at
         drawn tokens.
       confidence: float32 ``[B, S, L]``, the commit rule's confidence, at drawn tokens.
-      level: int32 ``[B, S, L]``, level of each drawn token in `dlm_jax.Wavefront`. A token depends
-          on the tokens of lower levels.
+      level: int32 ``[B, S, L]``, level of each drawn token in `dlm_jax.Wavefront`.
       length: int32 ``[B]``, number of live positions.
       is_frozen: True ``[B, L]`` at given tokens and beyond the length.
       steps: int32 ``[B]``, number of steps taken.
@@ -89,16 +85,19 @@ class Trace:
         return jax.tree.map(lambda leaf: leaf[index], self)
 
     def trimmed(self) -> Trace:
-        """The trace without steps that no row took, with the smallest sufficient width.
-
-        The arrays must be concrete, so compiled functions cannot call this method. Widths are
-        powers of two, so that few programs are compiled.
+        """The trace without steps that no row took, and with the smallest sufficient power of two
+        as its width. The arrays must be concrete.
         """
         num_steps = max(1, int(np.max(self.steps)))
         most = int(np.max(np.sum(self.is_written, axis=2), initial=1))
         width = min(1 << (most - 1).bit_length(), self.canvas.shape[2])
-        cut = {name: getattr(self, name)[:, :num_steps] for name in _BY_STEP}
+        cut = {name: x[:, :num_steps] for name, x in self._by_step().items()}
         return replace(self, **cut, width=width)
+
+    def _by_step(self) -> dict[str, Any]:
+        """The arrays with an axis of steps."""
+        names = "canvas tokens is_written logprobs entropy confidence level choice_logprobs"
+        return {name: getattr(self, name) for name in names.split()}
 
     def writings(self, row: int) -> np.ndarray:
         """The written tokens of one row, in order, as a structured array with the fields ``step``,
@@ -111,13 +110,6 @@ class Trace:
         found["step"], found["position"] = step, position
         found["token"], found["logprob"] = tokens[step, position], logprobs[step, position]
         return found
-
-
-_BY_STEP = (
-    "canvas", "tokens", "is_written", "logprobs", "entropy", "confidence", "level",
-    "choice_logprobs",
-)  # fmt: skip
-"""The fields with an axis of steps, in the order of `dlm_jax.sampling.state.Records`."""
 
 
 class _Step(NamedTuple):
@@ -138,13 +130,13 @@ def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
     records = state.records
     assert records is not None, "the program is traced"
     return Trace(
-        **dict(zip(_BY_STEP, records, strict=True)),
+        **records,
         length=state.canvas.length_B,
         is_frozen=state.canvas.frozen_BL,
         steps=state.step_B,
         row=state.row,
         rules=state.rules._replace(cache=None),
-        width=records.canvas_BSL.shape[2],
+        width=state.canvas.tokens_BL.shape[1],
         mask_id=program.mask_id,
         chunk=program.chunk,
         is_guided=program.is_guided,
@@ -179,7 +171,7 @@ def joined(traces: Sequence[Trace]) -> Trace:
         return np.pad(x, width, constant_values=fill)
 
     even = [
-        replace(one, **{name: padded(name, getattr(one, name)) for name in _BY_STEP})
+        replace(one, **{name: padded(name, x) for name, x in one._by_step().items()})
         for one in traces
     ]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *even)

@@ -1,8 +1,5 @@
 """The per-row state of the denoising loop, its records, and the state before the first step.
 
-Every leaf is ``[B]`` or ``[B, L]``. Rows are independent: the result for a row does not depend on
-the rest of the batch, and rows at different steps can be batched together.
-
 The state of a commit, remask or noise rule is any pytree that the rule's ``init(num_rows,
 num_positions)`` returns. A leaf ``[B, L, ...]`` belongs to the positions: `score` reads and updates
 it where logits are read, edits move it, and remasking resets it. Every other leaf belongs to the
@@ -34,21 +31,6 @@ EDITED = -2
 """Value used instead of a step number for tokens written by an edit or re-noise."""
 
 
-class Records(NamedTuple):
-    """Records of up to ``S`` steps per row, which are the arrays of a `dlm_jax.Trace`. Records of
-    steps that were not taken are empty.
-    """
-
-    canvas_BSL: jax.Array
-    tokens_BSL: jax.Array
-    is_written_BSL: jax.Array
-    logprob_BSL: jax.Array
-    entropy_BSL: jax.Array
-    confidence_BSL: jax.Array
-    level_BSL: jax.Array
-    choice_BS: jax.Array
-
-
 class State(NamedTuple):
     """The state of the rows in the denoising loop.
 
@@ -71,7 +53,7 @@ class State(NamedTuple):
       status_B: int32, a `Status`.
       rule_state: state of the commit or noise rule.
       remask_state: state of the remask rule.
-      records: records of every step; None in a loop without traces.
+      records: the arrays of a `dlm_jax.Trace` with an axis of steps; None in a loop without traces.
       signal_BLD: self-conditioning signal at the positions whose logits the previous step read, if
         that step was in the same block; values at other positions are outdated. None for a network
         without a signal.
@@ -91,7 +73,7 @@ class State(NamedTuple):
     status_B: jax.Array
     rule_state: Any = ()
     remask_state: Any = ()
-    records: Records | None = None
+    records: dict[str, jax.Array] | None = None
     signal_BLD: jax.Array | None = None
 
     @property
@@ -163,22 +145,21 @@ def start(
     return jax.tree.map(jnp.copy, state)
 
 
-def start_records(tokens_BL: jax.Array, num_steps: int) -> Records:
-    """Empty records for `num_steps` steps."""
+def start_records(tokens_BL: jax.Array, num_steps: int) -> dict[str, jax.Array]:
+    """Empty records for `num_steps` steps, by the names of the fields of `dlm_jax.Trace`."""
     num_rows, num_positions = tokens_BL.shape
     shape = num_rows, num_steps, num_positions
     none, zeros = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
-    canvas = jnp.broadcast_to(tokens_BL[:, None], shape)
-    return Records(
-        canvas_BSL=canvas,
-        tokens_BSL=none,
-        is_written_BSL=zeros > 0,
-        logprob_BSL=zeros,
-        entropy_BSL=zeros,
-        confidence_BSL=zeros,
-        level_BSL=none + 1,
-        choice_BS=jnp.zeros((num_rows, num_steps), jnp.float32),
-    )
+    return {
+        "canvas": jnp.broadcast_to(tokens_BL[:, None], shape),
+        "tokens": none,
+        "is_written": zeros > 0,
+        "logprobs": zeros,
+        "entropy": zeros,
+        "confidence": zeros,
+        "level": none + 1,
+        "choice_logprobs": zeros[:, :, 0],
+    }
 
 
 def refines(rules: Rules, row: RowParams) -> jax.Array:

@@ -54,10 +54,8 @@ def test_blocks_and_their_steps_are_those_of_the_oracle():
 
 @pytest.mark.parametrize(
     ("order", "confidence"),
-    [("low_confidence", "sampled"), ("low_confidence", "max"),
-     pytest.param("entropy", "sampled", marks=pytest.mark.slow),
-     pytest.param("margin", "sampled", marks=pytest.mark.slow)],
-)  # fmt: skip
+    [("low_confidence", "sampled"), ("low_confidence", "max")],
+)
 def test_greedy_decoding_in_blocks_equals_the_oracle(order, confidence):
     rng = np.random.default_rng(4)
     rows = [
@@ -85,21 +83,6 @@ def test_greedy_decoding_in_blocks_equals_the_oracle(order, confidence):
         for index, positions in enumerate(trace.commits):
             assert np.flatnonzero(np.array(result.committed) == index).tolist() == sorted(positions)
     assert compared >= ROWS - 3
-
-
-@pytest.mark.slow
-def test_a_block_is_finished_before_the_next_begins_whatever_the_rule():
-    name = "threshold-none"
-    slots = [
-        (Row(holes(18, 1), steps=12, block_length=5, seed=seed, temperature=1.0), sample)
-        for seed, sample in enumerate(rule_cases.samples(name, ROWS))
-    ]
-    state = rule_cases.make_state(name, slots)
-    state = rule_cases.advance(name)(rule_cases.params(name), state, 1000)
-    for result in canvases.results(state):
-        parts = [result.committed[at : at + 5] for at in range(1, 19, 5)]
-        for part, later in zip(parts, parts[1:], strict=False):
-            assert max(part) < min(later)
 
 
 @pytest.mark.parametrize("refines", [False, True], ids=["stays", "resampled"])

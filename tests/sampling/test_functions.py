@@ -15,8 +15,6 @@ from dlm_jax.model.transformer import build
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.commit.commit_rule import preferences
 from dlm_jax.sampling.edits.moves import moved, position_map_of
-from dlm_jax.sampling.propose import SamplerReadout
-from dlm_jax.types import Network
 
 LENGTH = 7
 
@@ -206,43 +204,6 @@ def test_tokens_of_rows_are_draws_from_the_pipeline_of_the_document():
     np.testing.assert_array_equal(token_alone_N, token_N)
 
 
-def test_draws_are_in_proportion_to_the_probabilities():
-    x_V = np.array([2.0, 1.0, 0.5, 0.0, -1.0], np.float32)
-    row = {"temperature": 0.8, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.0}
-    params = {name: jnp.asarray(value) for name, value in row.items()}
-    num = 4000
-    key_N = jax.random.split(jax.random.key(2), num)
-    token_N, _ = dlm_jax.sample_logits(jnp.tile(x_V, (num, 1)), params, key_N)
-    expected = num * np.exp(filtered_logprobs(x_V, [], row))
-    counts = np.bincount(token_N, minlength=5)
-    assert not counts[expected == 0].any()
-    is_kept = expected > 0
-    chi_square = ((counts - expected)[is_kept] ** 2 / expected[is_kept]).sum()
-    assert is_kept.sum() == 3 and chi_square < 18.4  # once in 10,000
-
-
-def test_disabled_settings_change_no_bit_and_a_chain_is_its_settings():
-    logits_NV, _, params = _rows(20)
-    key_N = jax.random.split(jax.random.key(3), 20)
-    plain = dlm_jax.sample_logits(logits_NV, {}, key_N)
-    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "dry_multiplier": 0.0}
-    for name, value in neutral.items():
-        found = dlm_jax.sample_logits(logits_NV, {name: value}, jax.random.clone(key_N))
-        jax.tree.map(np.testing.assert_array_equal, found, plain)
-    ones = np.ones(20, np.int32)
-    transforms = dlm_jax.chain(
-        dlm_jax.Temperature(params["temperature"]),
-        dlm_jax.TopK(params["top_k"], ones),
-        dlm_jax.TopP(params["top_p"], ones),
-    )
-    named = {name: params[name] for name in ("top_p", "top_k", "temperature")}
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        dlm_jax.sample_logits(logits_NV, transforms, jax.random.clone(key_N)),
-        dlm_jax.sample_logits(logits_NV, named, jax.random.clone(key_N)),
-    )
-
-
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -255,111 +216,6 @@ def test_disabled_settings_change_no_bit_and_a_chain_is_its_settings():
 def test_settings_are_checked_at_the_door(params, message):
     with pytest.raises(ValueError, match=message):
         dlm_jax.sample_logits(jnp.zeros((2, 4)), params, jax.random.split(jax.random.key(0), 2))
-
-
-WIDTH, MASK, PAD = 6, 8, 9
-BANNED = (MASK, PAD)
-
-
-def _weights(seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    shapes = {"embed": (10, WIDTH), "lm_head": (WIDTH, 10), "sampler": (3 * WIDTH, WIDTH)}
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def _sampler_head(params, left_NCD, hidden_ND, right_NCD):
-    flat_ND = jnp.concatenate([left_NCD[:, 0], hidden_ND, right_NCD[:, 0]], axis=1)
-    return jnp.tanh(flat_ND @ params["sampler"]) @ params["lm_head"]
-
-
-NETWORK = Network(
-    init=lambda key: {},
-    trunk=lambda params, tokens_BL, length_B, cache: (params["embed"][tokens_BL], cache),
-    embed=lambda params, ids: params["embed"][ids],
-    readout=lambda params, hidden_ND: hidden_ND @ params["lm_head"],
-    vocab_size=10,
-    heads={"sampler": SamplerReadout(_sampler_head)},
-)
-
-
-def greedy_wavefront(params, hidden_LD, tokens_L, ratio: float) -> np.ndarray:
-    """The waves of the document, one at a time: every hole with a neighbour, or else seeds.
-
-    Holes of one wave are filled together. Missing neighbours and holes are zero embeddings. Seeds
-    are the holes where the LM head is most confident, and the LM head fills them.
-    """
-    filled = tokens_L.copy()
-
-    def best(features_D: np.ndarray) -> tuple[int, float]:
-        logits_V = features_D @ params["lm_head"]
-        logits_V[list(BANNED)] = -np.inf
-        probs_V = np.exp(logits_V - logits_V.max())
-        return int(logits_V.argmax()), probs_V.max() / probs_V.sum()
-
-    while (is_hole_L := filled == MASK).any():
-        is_token_L = np.pad(~is_hole_L, 1)
-        eligible = np.flatnonzero(is_hole_L & (is_token_L[:-2] | is_token_L[2:]))
-        new = filled.copy()
-        if not eligible.size:
-            holes = np.flatnonzero(is_hole_L)
-            sure = [best(hidden_LD[i])[1] for i in holes]
-            seeds = holes[np.argsort(sure)[::-1][: max(1, int(ratio * holes.size))]]
-            for i in seeds:
-                new[i] = best(hidden_LD[i])[0]
-        for i in eligible:
-            sides = [
-                params["embed"][filled[j]]
-                if 0 <= j < filled.size and not is_hole_L[j]
-                else np.zeros(WIDTH)
-                for j in (i - 1, i + 1)
-            ]
-            inputs = np.concatenate([sides[0], hidden_LD[i], sides[1]])
-            new[i] = best(np.tanh(inputs @ params["sampler"]))[0]
-        filled = new
-    return filled
-
-
-def test_the_wavefront_is_that_of_the_document_wave_by_wave():
-    rng, params = np.random.default_rng(4), _weights()
-    weights = jax.tree.map(jnp.asarray, params)
-    rows, num_positions = 24, 20
-    length_B = rng.integers(1, num_positions + 1, rows)
-    is_live_BL = np.arange(num_positions) < length_B[:, None]
-    is_hole_BL = is_live_BL & (rng.random(is_live_BL.shape) < rng.choice([0.5, 0.9, 1], (rows, 1)))
-    text_BL = rng.integers(0, 8, is_live_BL.shape)
-    tokens_BL = np.where(is_hole_BL, MASK, np.where(is_live_BL, text_BL, PAD)).astype(np.int32)
-    hidden_BLD = rng.normal(size=(rows, num_positions, WIDTH)).astype(np.float32)
-    ratio_B = rng.choice([0.01, 0.3, 1.0], rows).astype(np.float32)
-    key_B = jax.random.split(jax.random.key(0), rows)
-
-    def fill(hidden_BLD, tokens_BL, key_B, length_B, ratio_B):
-        return dlm_jax.wavefront_fill(
-            weights,
-            hidden_BLD,
-            tokens_BL,
-            key_B,
-            network=NETWORK,
-            is_open_BL=tokens_BL == MASK,
-            length_B=length_B,
-            ratio=ratio_B,
-            settings={"temperature": 0.0},
-            banned_ids=BANNED,
-        )
-
-    batch = hidden_BLD, tokens_BL, key_B, length_B, ratio_B
-    found = jax.jit(fill)(*batch)
-    exact = {name: value.astype(np.float64) for name, value in params.items()}
-    for row in range(rows):
-        n = length_B[row]
-        want_L = greedy_wavefront(exact, hidden_BLD[row, :n], tokens_BL[row, :n], ratio_B[row])
-        np.testing.assert_array_equal(found.proposal.tokens_BL[row, :n], want_L)
-        assert (found.proposal.tokens_BL[row, n:] == PAD).all()
-        assert not found.proposal.final_logprob_BL[row][~is_hole_BL[row]].any()
-    assert found.counts["bootstrapped"].max() > 1 and found.counts["waves"].max() > 3
-    one_row = jax.jit(
-        jax.vmap(lambda *row: jax.tree.map(lambda x: x[0], fill(*(x[None] for x in row))))
-    )
-    np.testing.assert_array_equal(one_row(*batch).proposal.tokens_BL, found.proposal.tokens_BL)
 
 
 TOKENIZER = CharacterTokenizer.of("The cat sat. A rat ran.")

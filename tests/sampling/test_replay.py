@@ -20,7 +20,6 @@ from oracles import remask
 import dlm_jax
 from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import make_mesh, split_rows
-from dlm_jax.sampling.commit.commit_rule import log_each, log_subset
 from dlm_jax.sampling.draw import log_prob
 from dlm_jax.sampling.replay import joined, replayed, trace_of
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
@@ -95,15 +94,6 @@ def test_penalties_count_given_tokens_after_those_of_earlier_steps():
     np.testing.assert_allclose(again, np.where(trace.is_written, trace.logprobs, 0), atol=1e-5)
 
 
-def test_a_greedy_row_draws_with_probability_one():
-    result = dlm_jax.generate(
-        MODEL, [""], num_samples=64, order="random", fill="parallel", steps=LENGTH,
-        gen_length=LENGTH, temperature=0.0, trace=True,
-    )  # fmt: skip
-    assert result.trace.is_written.any() and (result.trace.logprobs == 0).all()
-    assert (result.logprobs < 0).any()
-
-
 SOME = [
     "entropy-remdm_rescale", "margin-none", "factor-scheduled", "joint_threshold-remdm_cap",
     *list(rule_cases.HEADS)[:-1],
@@ -125,15 +115,15 @@ def test_rows_are_the_same_with_a_trace_and_the_trace_holds_what_they_hold():
     plain = rule_cases.advance(name)(params, rule_cases.make_state(name, slots), canvases.FOREVER)
     assert canvases.results(state) == canvases.results(plain)
     records = state.records
-    row, step, place = np.nonzero(np.asarray(records.is_written_BSL))
+    row, step, place = np.nonzero(np.asarray(records["is_written"]))
     tokens, committed = (np.array(x) for x in (state.canvas.tokens_BL, state.committed_BL))
     last = {(r, p): s for r, s, p in zip(row, step, place, strict=True)}
     assert len(last) == (committed >= 0).sum()
     for (r, p), s in last.items():
-        assert committed[r, p] == s and tokens[r, p] == records.tokens_BSL[r, s, p]
+        assert committed[r, p] == s and tokens[r, p] == records["tokens"][r, s, p]
     rows = np.asarray(state.step_B) > 0
     np.testing.assert_array_equal(
-        np.asarray(records.canvas_BSL)[rows, 0], np.asarray(rule_cases.make_state(
+        np.asarray(records["canvas"])[rows, 0], np.asarray(rule_cases.make_state(
             name, slots).canvas.tokens_BL)[rows],
     )  # fmt: skip
 
@@ -265,23 +255,6 @@ def test_values_and_derivatives_are_the_same_over_four_devices():
 
 
 # Chances.
-
-
-def test_the_chance_of_a_subset_is_one_out_of_all_of_its_size():
-    is_open = jnp.array([[True] * 5 + [False], [True] * 3 + [False] * 3, [False] * 6])
-    is_chosen = jnp.array([[True, True] + [False] * 4, [True] * 3 + [False] * 3, [False] * 6])
-    np.testing.assert_allclose(log_subset(is_open, is_chosen), [-np.log(10), 0.0, 0.0], atol=1e-6)
-    is_whole = jnp.ones((1, 1024), bool)
-    half = jnp.arange(1024)[None] < 512
-    wanted = sum(np.log((512 - i) / (1024 - i)) for i in range(512))
-    np.testing.assert_allclose(log_subset(is_whole, half), [wanted], rtol=1e-6)
-
-
-def test_the_chance_of_independent_choices_is_their_product():
-    is_open, is_chosen = jnp.array([[True, True, False]]), jnp.array([[True, False, False]])
-    found = log_each(is_open, is_chosen, jnp.array([[0.25, 0.5, 0.0]]))
-    np.testing.assert_allclose(found, [np.log(0.25 * 0.5)], rtol=1e-6)
-    np.testing.assert_array_equal(log_each(is_open, is_open, jnp.ones((1, 3))), [0.0])
 
 
 def test_the_chance_of_a_step_is_that_of_its_commits_and_of_what_it_remasks():

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,7 +11,6 @@ import toy_model
 import dlm_jax
 from dlm_jax import Setting, per_row, rule
 from dlm_jax.sampling.positions import hidden, logits
-from dlm_jax.types import returned
 
 FORGETS = Setting("forgets", 0.0, "asks for the rule", low=0.0, high=1.0)
 HALVES = Setting("halves", 0.0, "asks for the transform", low=0.0, high=1.0)
@@ -43,17 +41,6 @@ class Ranks(dlm_jax.CommitRule):
     def score(self, state_N, logits_NV, drawn):
         """int32."""
         return drawn.logprob_N.astype(jnp.int32), state_N
-
-    def select(self, state, context, proposal):
-        """All holes."""
-        return context.is_hole_BL, state
-
-
-@rule
-class Undeclared(dlm_jax.CommitRule):
-    """Has a field that no setting fills."""
-
-    count: int = 3
 
     def select(self, state, context, proposal):
         """All holes."""
@@ -126,13 +113,6 @@ def test_a_rule_that_returns_something_else_is_named(settings, said):
         dlm_jax.generate(toy_model.MODEL, ["A "], gen_length=8, steps=4, **settings)
 
 
-def test_a_field_without_a_setting_is_named():
-    with pytest.raises(TypeError, match="field 'count' of a rule is 3, not an array"):
-        dlm_jax.generate(
-            toy_model.MODEL, ["A "], gen_length=8, steps=4, rules=[Undeclared], order="undeclared"
-        )
-
-
 def _network(**changed):
     return dataclasses.replace(toy.network(), **changed)
 
@@ -145,17 +125,3 @@ def test_a_network_that_returns_something_else_is_named():
     narrow = _network(readout=lambda params, hidden_ND: hidden_ND.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match=r"readout returned bfloat16 \[3, 16\].* here \[3, 12\]"):
         logits(narrow, {}, jnp.zeros((3, 16)))
-
-
-def test_the_checks_leave_no_trace_in_a_program():
-    def checked(x_NV):
-        return returned(x_NV, toy, "f", "N, V", (2, None), float) * 2
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def program(x_NV):
-        return checked(x_NV)
-
-    x_NV = jnp.ones((2, 3))
-    assert str(jax.make_jaxpr(checked)(x_NV)) == str(jax.make_jaxpr(lambda x: x * 2)(x_NV))
-    chex.assert_trees_all_equal(program(x_NV), program(x_NV / 1), 2 * x_NV)

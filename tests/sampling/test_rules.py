@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from typing import Any
 
 import canvases
@@ -14,9 +13,6 @@ import toy
 from canvases import FOREVER, ROWS
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dlm_jax.sampling.commit import CommitRule
-from dlm_jax.sampling.loop import step_of
-from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.types import Status
 
@@ -26,10 +22,6 @@ PARAMS = [
 ] + [rule_cases.OWN]
 OTHER_CANVAS = 37
 NOISE = OTHER_CANVAS, toy.config().width
-_step = jax.jit(
-    lambda program, params, state: step_of(state.rules)(program, params, state),
-    static_argnums=0,
-)
 
 
 def _slots(name, seed=0):
@@ -177,18 +169,6 @@ def test_no_setting_of_a_row_compiles_again(name):
     assert (len(advance.compiled), advance._jitted._cache_size()) == before
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) for n in (*rule_cases.FEW, rule_cases.OWN)]
-)
-def test_compiled_loop_equals_a_python_loop_over_the_step(name):
-    slots = _slots(name, seed=2)
-    state = rule_cases.make_state(name, slots)
-    program = _program(name)
-    while np.any(np.asarray(state.status_B) == Status.RUNNING):
-        state = _step(program, _params(name), state)
-    assert canvases.results(state) == _run(name, slots)
-
-
 ALL_SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in rule_cases.FEW[2::3]]
 
 
@@ -230,26 +210,3 @@ def _same_up_to_rounding(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
         assert dataclasses.replace(a, logprobs=b.logprobs) == b
-
-
-def test_what_the_default_suite_leaves_out_has_no_ability_that_no_other_order_has():
-    kept, left = set(), set()
-    rules = {order: rule for order, rule in BUILT_IN.commit.items() if issubclass(rule, CommitRule)}
-    for order, rule in rules.items():
-        members = {name for name in vars(CommitRule) if not name.startswith("_")}
-        own = {name for name in members
-               if inspect.getattr_static(rule, name) is not vars(CommitRule)[name]}  # fmt: skip
-        (left if order in rule_cases.SLOW else kept).update(own)
-    assert set(BUILT_IN.commit) > rule_cases.SLOW
-    assert left <= kept, "take an order with these members out of SLOW in tests/rule_cases.py"
-
-
-def test_every_per_row_setting_of_a_commit_rule_differs_between_rows():
-    found = rule_cases.samples("threshold-none", ROWS)
-    for name in rule_cases._others(np.random.default_rng(0), 0):
-        assert len({getattr(sample, name) for sample in found}) > 1, name
-
-
-def test_each_order_and_remask_rule_is_among_the_few():
-    assert {name.split("-")[0] for name in rule_cases.FEW} == set(rule_cases.ORDERS)
-    assert {name.split("-")[1] for name in rule_cases.FEW} == set(rule_cases.REMASKS)

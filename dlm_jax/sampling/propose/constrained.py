@@ -59,11 +59,9 @@ class Constrained(FillRule):
     tokens between holes, and is followed by EOS. A greedy row takes the most likely match. Any
     subset of the candidates can be committed, because the remaining candidates complete the match.
 
-    Independent draws that already match are kept, which does not change the distribution. If every
-    text matches the structure, the result is therefore bitwise equal to that of `Parallel`. An id
+    Independent draws that already match are kept, which does not change the distribution. An id
     removed by truncation is drawn only if no match exists without such an id. Holes that the step
-    does not fill, such as those in later blocks, can become any token that fits. Rows without
-    structure use `Parallel`.
+    does not fill can become any token that fits. Rows without structure use `Parallel`.
 
     Attributes:
       arcs: the automata of the rows.

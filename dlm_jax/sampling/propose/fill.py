@@ -75,9 +75,9 @@ class FillInput:
       chain: logit transforms applied to the clean logits before the draw.
       prepared: the values of `Chain.prepare` for this step.
       key_B: typed random key of each row. The key of a position is ``fold_in(key, index)``.
-      score: ``(places_N, at, logits_NV, drawn) -> (score_N, rule_state_N)``, the scores of the
-        candidates for the rule of the step, and the new state of their positions; None scores them
-        by their log-probability.
+      score: ``(places_N, at, logits_NV, drawn) -> (score_N, state_N)``, the scores of candidates
+        for the rule of the step, and the new state of their positions; None scores them by their
+        log-probability.
       rule_state: the state of that rule.
       preference_BL: uint32, priority of each position when scores are tied.
       own_BL: int32 existing tokens to score instead of drawing a candidate, -1 elsewhere; or None.
@@ -88,8 +88,7 @@ class FillInput:
       keeps_final_logprob: True if `Proposal.final_logprob_BL` is needed; None if only a transform
         with state can read it.
       method: draw method.
-      banned_ids: ids excluded from `FillOutput.best_BL` and from the choice of starting positions,
-        in addition to the row's banned ids.
+      banned_ids: ids that `FillOutput.best_BL` and starting positions ignore, as those of the row.
       signal: ``(logits_NV) -> vectors_ND``, the self-conditioning signal of the logits after the
         chain; None for a network without a signal.
       signal_BLD: self-conditioning signal of the previous step, or None.
@@ -160,11 +159,9 @@ class FillInput:
         clean_NV: jax.Array,
         drawable_NV: jax.Array | None = None,
     ) -> FillOutput:
-        """The output with candidates at the real places ``row * L + index``.
-
-        Candidates are drawn from `drawable_NV` after the chain and are scored under `clean_NV`. If
-        `drawable_NV` is None, candidates are drawn from the clean logits, which are those of the LM
-        head.
+        """The output with candidates at the real places ``row * L + index``, drawn from
+        `drawable_NV` after the chain and scored under `clean_NV`. If it is None, they come
+        from the clean logits, which are those of the LM head.
         """
         own_N = None if self.own_BL is None else at_places(self.own_BL, places_N)
         is_drawn_N = is_real_N if own_N is None else is_real_N & (own_N < 0)

@@ -1,8 +1,7 @@
 """The wavefront fill: the sampler head fills open positions in waves that start at filled ones.
 
-The wave number of a hole is its distance to the nearest filled position and does not depend on any
-token. Holes are therefore sorted once and processed in chunks that end at wave boundaries. The cost
-is proportional to the number of holes.
+The wave of a hole is its distance to the nearest filled position, whatever the tokens. Holes are
+therefore sorted once and processed in chunks that end at wave boundaries.
 """
 
 from __future__ import annotations
@@ -131,10 +130,10 @@ class SamplerReadout:
         with zero vectors for missing neighbours.
       context: the number ``C`` of neighbours on each side.
       sides: ``(params, vectors_VD) -> (left_VCH, right_VCH)``, the contribution of each vector, as
-        a neighbour, to the head's first layer.
+        a neighbour, to the head's first layer; or None.
       from_sides: ``(params, sides_NH, hidden_ND) -> logits_NV``, the rest of the head, from the
-        summed contributions of the neighbours. `sides` and `from_sides` save most of the
-        computation if few distinct tokens are neighbours of many positions. Both may be None.
+        summed contributions of the neighbours; or None. With both, few distinct tokens beside many
+        positions are cheap.
     """
 
     readout: Callable[..., jax.Array]
@@ -165,10 +164,9 @@ def wavefront_fill(
 ) -> FillOutput:
     """A token for each open position, drawn in waves by the sampler head, given the neighbours.
 
-    `Wavefront` describes the algorithm. The function can be jitted and vmapped: ``network``,
-    ``banned_ids`` and ``chunk`` are static, and everything else is traced. Arguments written
-    ``[B]`` also accept one value for all rows. A row's tokens depend only on its own arguments. In
-    the result, ``proposal.tokens_BL`` is the canvas with the drawn tokens,
+    `Wavefront` describes the algorithm. ``network``, ``banned_ids`` and ``chunk`` are static, and
+    everything else is traced. Arguments written ``[B]`` also accept one value for all rows. In the
+    result, ``proposal.tokens_BL`` is the canvas with the drawn tokens,
     ``proposal.final_logprob_BL`` are their log-probabilities after the chain, ``level_BL`` is the
     order of the draws, and ``counts`` has the waves and the starting positions of each row.
 
@@ -195,13 +193,9 @@ def wavefront_fill(
         usually those of MASK and PAD.
       chunk: number of positions per readout of the LM head; None chooses it for the device.
 
-    Raises:
-      KeyError: the network has no sampler head.
-
     Source: sampler head, section 4, ``sampler_wavefront_fill`` and
-    ``_bootstrap_fill_by_confidence``. The waves are the same, but the row is sorted by wave once,
-    tokens of the same wave are not visible to each other, starting positions are chosen per row and
-    are drawn from the LM head.
+    ``_bootstrap_fill_by_confidence``; but starting positions are chosen per row and drawn from the
+    LM head.
     """
     num_rows, num_positions = tokens_BL.shape
     if preference_BL is None:
@@ -363,9 +357,7 @@ def grown_logits(
     fill: FillInput, level_BL: jax.Array, temperature_B: jax.Array
 ) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """``(candidates_BL, places_N) -> (clean_NV, drawable_NV)``: the sampler head's logits, before
-    and after division by the temperature.
-
-    The inputs of the head are neighbouring tokens and neighbouring candidates of lower levels.
+    and after division by the temperature, given tokens and candidates of lower levels.
     """
     network, params, tokens_BL = fill.network, fill.params, fill.tokens_BL
     sampler, num_positions = network.heads["sampler"], level_BL.shape[1]

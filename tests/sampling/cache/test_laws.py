@@ -272,10 +272,10 @@ def test_layers_that_are_kept_together_give_the_rows_of_layers_apart(case, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["block_causal-exact", "bidirectional-dual"])
-def test_no_device_gathers_what_another_keeps(case, monkeypatch):
+def test_no_device_gathers_what_another_keeps(monkeypatch):
     """Layers run in one loop, as on accelerators, where the order of what is kept is held."""
     monkeypatch.setattr(ops, "_LONGEST_UNROLLED_CACHE", 0)
+    case = "block_causal-exact"
     kind, settings = case.split("-")[0], CASES[case]
     network, params = _network(kind)
     mesh = make_mesh(MeshConfig(data=2, fsdp=4))
@@ -289,10 +289,10 @@ def test_no_device_gathers_what_another_keeps(case, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["block_causal-exact", "bidirectional-dual"])
-def test_no_device_gathers_all_layers_of_a_matrix_that_is_split(case, monkeypatch):
+def test_no_device_gathers_all_layers_of_a_matrix_that_is_split(monkeypatch):
     """Layers are gathered one by one, as without a cache."""
     monkeypatch.setattr(ops, "_LONGEST_UNROLLED_CACHE", 0)
+    case = "bidirectional-dual"
     kind, settings = case.split("-")[0], CASES[case]
     network, params = _network(kind)
     mesh = make_mesh(MeshConfig(data=2, fsdp=4))

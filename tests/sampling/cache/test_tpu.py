@@ -63,48 +63,6 @@ assert memory.temp_size_in_bytes < 0.6 * size, memory
 print("passed")
 """
 
-_SPLIT = """
-# No product of a block's dimensions is that of another array.
-config = ModelConfig(
-    depth=3, width=512, heads=4, mlp_width=1280, vocab_size=3000, compute_dtype="bfloat16",
-    activation="swiglu",
-)
-mesh = make_mesh(MeshConfig(fsdp=4), devices)
-compiled, state = sampling_step(config, sample("dual"), mesh, 96, 384)
-params = jax.eval_shape(build(config).init, jax.random.key(0))
-axes = axes_of(build(config))
-whole = {
-    math.prod(leaf.shape)
-    for leaf, place in zip(*map(jax.tree.leaves, (params, shardings(params, axes, mesh))))
-    if leaf.ndim > 2 and any(place.spec)
-}
-assert whole == {3 * 512 * 512, 3 * 512 * 1280}, whole
-found = [
-    f"{x.kind} {x.type} {x.source}"
-    for x in layout.operations(compiled.as_text())
-    for shape in x.shapes
-    if math.prod(shape.dims) in whole and set(shape.dims) & {3, 3 * 512, 3 * 1280}
-]
-assert not found, found
-print("passed")
-"""
-
-_TENSOR = """
-config = ModelConfig(
-    depth=6, width=1024, heads=8, kv_heads=4, vocab_size=4096, compute_dtype="bfloat16",
-    attention_type="block_causal", block_length=BLOCK,
-)
-mesh = make_mesh(MeshConfig(data=2, tensor=2), devices)
-compiled, state = sampling_step(config, sample("exact"), mesh, 8, 1024)
-text, size = compiled.as_text(), 2 * 6 * 4 * 4 * 1024 * 128 * 2
-assert "window_attention" in text and "rotary" in text
-gathers = re.compile(r"= \\(?bf16\\[4,6,\\d,1024,128\\].* all-gather(-start)?\\(")
-gathered = [line[:200] for line in text.splitlines() if gathers.search(line)]
-assert not gathered, gathered
-assert compiled.memory_analysis().alias_size_in_bytes >= size
-print("passed")
-"""
-
 _WINDOWS = """
 from jax.sharding import SingleDeviceSharding
 from dlm_jax.devices import used
@@ -155,15 +113,5 @@ def test_for_a_tpu_a_block_step_of_a_large_model_holds_what_is_kept_once():
 
 
 @pytest.mark.slow
-def test_for_a_tpu_no_chip_gathers_all_layers_of_a_matrix_that_is_split():
-    _for_tpu(_SPLIT)
-
-
-@pytest.mark.slow
 def test_for_a_tpu_the_kernel_of_a_window_compiles_in_all_shapes():
     _for_tpu(_WINDOWS)
-
-
-@pytest.mark.slow
-def test_for_a_tpu_chips_that_split_heads_gather_nothing_that_is_kept():
-    _for_tpu(_TENSOR)

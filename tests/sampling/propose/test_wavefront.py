@@ -342,54 +342,9 @@ def test_row_is_filled_as_if_it_were_alone():
         _assert_same_bits(*(jax.tree.map(lambda x, row=row: x[row], f) for f in (alone, together)))
 
 
-def test_nothing_open_is_nothing_proposed():
-    ours = _fill(_pictured(["", "v", "x" * POSITIONS, "vvxx"] * 2))
-    assert ours.is_finite_B.all()
-    assert not any(x.any() for x in (*ours.proposal, *ours.counts.values()))
-
-
 def _same_rows(picture: str, seed: int = 0) -> Canvas:
     """Eight times the same row."""
     return jax.tree.map(lambda x: np.repeat(x[:1], ROWS, axis=0), _pictured([picture], seed))
-
-
-@pytest.mark.parametrize(("reach", "chunk"), [(1, 3), (2, 64)])
-def test_neighbours_within_reach_change_the_probabilities_and_no_others_do(reach, chunk):
-    canvas = _same_rows("xvvvovvv")
-    tokens_BL = canvas.tokens_BL.copy()
-    offsets = (-3, -2, -1, 1, 2, 3)
-    for row, offset in enumerate(offsets):
-        tokens_BL[row, 4 + offset] = (tokens_BL[row, 4 + offset] + 1) % toy.MASK
-    changed, base = (
-        _fill(c, reach=reach, chunk=chunk).proposal.logprob_BL[:, 4]
-        for c in (canvas._replace(tokens_BL=tokens_BL), canvas)
-    )
-    is_other = np.abs(changed - base) > 1e-3
-    assert is_other.tolist() == [*(abs(offset) <= reach for offset in offsets), False, False]
-    assert (changed[~is_other] == base[0]).all()
-
-
-def test_missing_neighbours_are_zero_vectors():
-    at_end = "v" * (POSITIONS - 2) + "vo"
-    pictures = ["ov", "xov", "vox", "vo", at_end, "vov", "xo", "xox"]
-    canvas = _pictured(pictures)
-    ours = _fill(canvas)
-    assert ours.counts["bootstrapped"].tolist() == [0] * 6 + [1] * 2
-    for row, picture in enumerate(pictures[:6]):
-        place = picture.index("o")
-        around = [
-            PARAMS["embed"][canvas.tokens_BL[row, j]][None]
-            if 0 <= j < len(picture) and picture[j] == "v"
-            else np.zeros((1, WIDTH), np.float32)
-            for j in (place - 1, place + 1)
-        ]
-        logits_V = _sampler_head(PARAMS, around[0], canvas.hidden_BLD[row, place], around[1], np=np)
-        want = jax.nn.log_softmax(logits_V)[ours.proposal.tokens_BL[row, place]]
-        np.testing.assert_allclose(ours.proposal.logprob_BL[row, place], want, rtol=1e-4)
-    for row in (6, 7):  # nothing visible beside it: the main head alone
-        token = ours.proposal.tokens_BL[row, 1]
-        want = jax.nn.log_softmax(canvas.hidden_BLD[row, 1] @ PARAMS["head"])[token]
-        np.testing.assert_allclose(ours.proposal.logprob_BL[row, 1], want, rtol=1e-4)
 
 
 def test_what_cannot_be_seen_may_hold_any_token():
