@@ -93,13 +93,6 @@ def test_islands_that_nothing_visible_touches_get_the_surest_positions_as_seeds(
     assert math.isclose(fill("ooo", PLAIN, sure="231").gap, p[2] - p[1])
 
 
-def test_at_least_one_seed_and_all_of_them_at_ratio_one():
-    assert fill("oooo", PLAIN).seeds == [0], "ties go to the lower position"
-    assert fill("oooo", Rule(ratio=1.0)).seeds == [0, 1, 2, 3]
-    assert fill("oooo", Rule(ratio=1.0)).num_waves == 0
-    assert fill("o" * 10, Rule(ratio=0.3)).seeds == [0, 1, 2]
-
-
 def test_spread_seeds_are_the_surest_of_equal_windows():
     assert wavefront.strata(range(7), 3) == [[0, 1, 2], [3, 4], [5, 6]]
     assert wavefront.strata([4, 5, 9], 3) == [[4], [5], [9]]
@@ -107,28 +100,6 @@ def test_spread_seeds_are_the_surest_of_equal_windows():
     assert fill("oooooo", rule, sure="798011").seeds == [1, 2, 4]
     # Windows cross islands; one that has no seed then gets its surest.
     assert fill("ooxoxo", Rule(ratio=0.5, is_spread=True), sure="120304").seeds == [1, 3, 5]
-
-
-def test_token_sees_what_came_before_and_zeros_elsewhere():
-    done = fill("vooxv", PLAIN, token=2)
-    assert done.canvas == [2, 2, 2, 4, 2]
-    alone = math.log(math.exp(2) / (math.exp(2) + 4))
-    assert math.isclose(done.logprob[1], alone), "its right neighbour is not there yet"
-    assert math.isclose(done.logprob[2], alone), "the blocked position is no neighbour"
-    assert math.isclose(done.confidence[2], 2 + alone)
-    wide = fill("vooxv", Rule(context=2), token=2)
-    assert math.isclose(wide.logprob[1], alone)
-    assert math.isclose(wide.logprob[2], 7 - math.log(math.exp(7) + 4)), "2 + 2 left, 3 behind x"
-
-
-def test_temperature_divides_what_is_drawn_from_the_sampler_head_and_no_score():
-    seen = {}
-    for temperature in (1.0, 2.0):
-        rule = Rule(temperature=temperature)
-        seen[temperature] = fill("oo", rule, sure="01", log=(log := []))
-        assert [index for index, _ in log] == [1, 0]
-        assert [max(logits_V) for _, logits_V in log] == [1.0, 3.0 / temperature]
-    assert seen[1.0] == seen[2.0]
 
 
 def test_open_position_is_not_visible_whatever_it_holds():

@@ -49,38 +49,32 @@ def _context(is_open_BL):
     return Context(tokens_BL, order_BL, ~is_open_BL, jnp.full(ROWS, POSITIONS))
 
 
-def _filled(network, hidden_BLD, is_open_BL, keys_B, *, measure, chunk, method="inverse_cdf"):
-    chain, context = canvases.make_chain(TEMPERATURES), _context(is_open_BL)
-    return Parallel().propose(
-        FillInput(
-            network=network,
-            params=PARAMS,
-            output=TrunkOutput(hidden_BLD),
-            chunk=chunk,
-            tokens_BL=context.tokens_BL,
-            length_B=context.length_B,
-            is_open_BL=is_open_BL,
-            is_seen_BL=context.is_visible_BL,
-            chain=chain,
-            prepared=chain.prepare(chain.init(ROWS), context),
-            key_B=keys_B,
-            score=lambda places_N, at, logits_NV, drawn: (measure(logits_NV, drawn.logprob_N), ()),
-            method=method,
-        )
-    )
+def _filled(hidden_BLD, is_open_BL, *, network=NETWORK, chain=None, **more):
+    chain, context = chain or canvases.make_chain(TEMPERATURES), _context(is_open_BL)
+    fill = {
+        "network": network,
+        "params": PARAMS,
+        "output": TrunkOutput(hidden_BLD),
+        "chunk": 8,
+        "tokens_BL": context.tokens_BL,
+        "length_B": context.length_B,
+        "is_open_BL": is_open_BL,
+        "is_seen_BL": context.is_visible_BL,
+        "chain": chain,
+        "prepared": chain.prepare(chain.init(ROWS), context),
+        "key_B": _keys(),
+    }
+    return Parallel().propose(FillInput(**fill | more))
 
 
 @functools.partial(jax.jit, static_argnames=("chunk", "method"))
 def _propose(hidden_BLD, is_open_BL, keys_B, *, chunk, method="inverse_cdf"):
-    return _filled(
-        NETWORK,
-        hidden_BLD,
-        is_open_BL,
-        keys_B,
-        measure=lambda logits_NV, logprob_N: jnp.max(logits_NV, axis=-1) + logprob_N,
-        chunk=chunk,
-        method=method,
-    )[:2]
+    def score(places_N, at, logits_NV, drawn):
+        return jnp.max(logits_NV, axis=-1) + drawn.logprob_N, ()
+
+    return _filled(hidden_BLD, is_open_BL, key_B=keys_B, score=score, chunk=chunk, method=method)[
+        :2
+    ]
 
 
 @functools.partial(jax.jit, static_argnames="method")
@@ -174,10 +168,7 @@ def test_readouts_follow_the_open_positions():
 
     @jax.jit
     def propose(hidden_BLD, is_open_BL, keys_B):
-        return _filled(
-            counting, hidden_BLD, is_open_BL, keys_B,
-            measure=lambda logits_NV, logprob_N: logprob_N, chunk=4,
-        )  # fmt: skip
+        return _filled(hidden_BLD, is_open_BL, network=counting, key_B=keys_B, chunk=4)
 
     hidden_BLD, _ = _example()
     for num_open in (0, 1, 4, 5, 8, 21):
@@ -243,25 +234,11 @@ def test_the_likeliest_other_token_is_unknown_where_the_row_cannot_write_it():
         tf.LogitBias(jnp.asarray(bans), jnp.full(bans.shape, -jnp.inf)),
         tf.Temperature(jnp.array(TEMPERATURES)),
     )
-    context = _context(is_open_BL)
-    fill = FillInput(
-        network=NETWORK,
-        params=PARAMS,
-        output=TrunkOutput(hidden_BLD),
-        chunk=8,
-        tokens_BL=context.tokens_BL,
-        length_B=context.length_B,
-        is_open_BL=is_open_BL,
-        is_seen_BL=context.is_visible_BL,
-        chain=chain,
-        prepared=chain.prepare(chain.init(ROWS), context),
-        key_B=_keys(),
-        own_BL=own_BL,
-        is_scored_BL=~is_open_BL,
-        keeps_best=True,
-        banned_ids=(3,),
-    )
-    found = np.asarray(Parallel().propose(fill).best_BL)
+    out = _filled(
+        hidden_BLD, is_open_BL, chain=chain, own_BL=own_BL, is_scored_BL=~is_open_BL,
+        keeps_best=True, banned_ids=(3,),
+    )  # fmt: skip
+    found = np.asarray(out.best_BL)
     logits = np.array(hidden_BLD)
     np.put_along_axis(logits, np.asarray(own_BL)[:, :, None], -np.inf, axis=2)
     for row, banned in enumerate([{3}, {3, *others}, {3, *others}]):
@@ -281,22 +258,6 @@ def test_a_row_whose_tokens_are_only_scored_does_not_end_because_of_the_draws_of
     hidden_BLD, _ = _example()
     is_open_BL = jnp.zeros((ROWS, POSITIONS), bool).at[1:].set(True)
     chain = tf.chain(OnlyReal(jnp.ones(ROWS, bool)), tf.Temperature(jnp.array(TEMPERATURES)))
-    context = _context(is_open_BL)
-    out = Parallel().propose(
-        FillInput(
-            network=NETWORK,
-            params=PARAMS,
-            output=TrunkOutput(hidden_BLD),
-            chunk=8,
-            tokens_BL=context.tokens_BL,
-            length_B=context.length_B,
-            is_open_BL=is_open_BL,
-            is_seen_BL=context.is_visible_BL,
-            chain=chain,
-            prepared=chain.prepare(chain.init(ROWS), context),
-            key_B=_keys(),
-            own_BL=jnp.where(is_open_BL, -1, 1),
-            keeps_final_logprob=True,
-        )
-    )
+    own_BL = jnp.where(is_open_BL, -1, 1)
+    out = _filled(hidden_BLD, is_open_BL, chain=chain, own_BL=own_BL, keeps_final_logprob=True)
     assert np.asarray(out.is_finite_B).all()
