@@ -1,7 +1,5 @@
-"""KV caches: the positions that a step computes, and those whose keys and values are cached.
-
-A step computes a window of static size at each row's block; attention reads the keys and values of
-all other positions from the cache. `dlm_jax.sampling.forward` runs the forward passes.
+"""KV caches: a step computes a window of static size at each row's block; attention reads the keys
+and values of all other positions from the cache.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ class CacheState(NamedTuple):
 class KVCache(Rule):
     """Selects the positions that a step computes. Both methods are required.
 
-    A causal network caches its window as computed, because the input of the window is final. Other
-    networks cache only whole rows and finished blocks.
+    A causal network caches its window, whose input is final. Other networks cache only whole rows
+    and finished blocks.
     """
 
     required: ClassVar[tuple[str, ...]] = ("read", "refresh")
@@ -107,18 +105,11 @@ class KVCache(Rule):
 class Exact(KVCache):
     """Caches keys and values of all positions before the block, and computes only the block.
 
-    In a block-causal model, no earlier position attends to the block, so the cached values equal
-    those of a full forward pass. Results equal those without a cache, up to rounding in the logits.
-    Each finished block is computed once more with its final tokens (SDAR, Cheng et al. 2025,
-    section 3). The whole row is computed once, at the first step, unless the given tokens fit in
-    one block.
-
-    A causal model has blocks of one position. The model predicts each token from the token before
-    it, so the forward pass that predicts a token also computes the cached values of its input, and
-    nothing is computed twice.
-
-    A canvas attends to the tokens before it, which are read causally and cached. A finished canvas
-    is computed once more as text (DiffusionGemma, 2026).
+    In a block-causal model, no earlier position attends to the block, so results equal those
+    without a cache, up to rounding in the logits. Each finished block is computed once more with
+    its final tokens (SDAR, Cheng et al. 2025, section 3), and a finished canvas once more as text
+    (DiffusionGemma, 2026). The whole row is computed once, at the first step, unless the given
+    tokens fit in one block. A causal model has blocks of one position and computes nothing twice.
     """
 
     about = "finished blocks; exact, for causal and block-causal models and models with canvases"
@@ -195,9 +186,8 @@ class Exact(KVCache):
 class Dual(KVCache):
     """Computes only the block. Keys and values before and after the block are cached.
 
-    In a bidirectional model, every position attends to all others, so cached values are those of
-    the last refresh. The whole row is computed when a block starts and every ``refresh_B`` steps
-    (Fast-dLLM, Wu et al. 2025, section 3.2).
+    The whole row is computed when a block starts and every ``refresh_B`` steps (Fast-dLLM, Wu et
+    al. 2025, section 3.2).
     """
 
     about = "everything outside the block; approximate, for bidirectional models"

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rule_cases
-import toy_model
 from enumerable import LENGTH, MASK, MODEL, PARAMS, TEXTS
 from jax.sharding import NamedSharding, PartitionSpec
 from oracles import remask
@@ -21,7 +20,7 @@ import dlm_jax
 from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import make_mesh, split_rows
 from dlm_jax.sampling.draw import log_prob
-from dlm_jax.sampling.replay import joined, replayed, trace_of
+from dlm_jax.sampling.replay import replayed, trace_of
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.state import start_records
 from dlm_jax.sampling.transforms.transform import At, Context
@@ -82,21 +81,9 @@ def test_the_context_of_penalties_is_that_of_the_step(last_n):
     np.testing.assert_array_equal(again, np.where(trace.is_written, trace.logprobs, 0.0))
 
 
-def test_penalties_count_given_tokens_after_those_of_earlier_steps():
-    model = toy_model.MODEL
-    result = dlm_jax.generate(
-        model, [{"template": "<hole:6>cat sat"}], num_samples=16, order="random", fill="parallel",
-        steps=6, repetition_penalty=3.0, penalty_last_n=2, trace=True,
-    )  # fmt: skip
-    trace = result.trace
-    again = dlm_jax.replay(model, model.params, trace)
-    assert trace.is_written.sum() == 6 * 16
-    np.testing.assert_allclose(again, np.where(trace.is_written, trace.logprobs, 0), atol=1e-5)
-
-
 SOME = [
-    "entropy-remdm_rescale", "margin-none", "factor-scheduled", "joint_threshold-remdm_cap",
-    *list(rule_cases.HEADS)[:-1],
+    "entropy-remdm_rescale", "factor-scheduled", "joint_threshold-remdm_cap",
+    *list(rule_cases.HEADS)[1:4],
 ]  # fmt: skip
 """With the case above every order, both fills, and every remask rule that has a trace."""
 
@@ -373,13 +360,3 @@ def test_traces_of_other_models_and_settings_are_refused():
     cut = trace.__class__(**vars(trace) | {"tokens": trace.tokens[:2]})
     with pytest.raises(ValueError, match="differ in rows"):
         dlm_jax.replay(MODEL, PARAMS, cut)
-
-
-@pytest.mark.slow
-def test_traces_of_waves_are_refused_without_a_sampler_head_and_beside_others():
-    bare = enumerable.NETWORK.__class__(**vars(enumerable.NETWORK) | {"heads": {}})
-    waves = _all_traces("random_filled", "wavefront")[0]
-    with pytest.raises(ValueError, match="sampler head that the model lacks"):
-        dlm_jax.replay(bare, PARAMS, waves)
-    with pytest.raises(ValueError, match="different static settings"):
-        joined([_all_traces("random")[0], waves])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import DrawnTokens, Proposal
+from dlm_jax.sampling.commit.commit_rule import DrawnTokens, Proposal, preferences
 from dlm_jax.sampling.draw import argmax, log_prob
 from dlm_jax.sampling.positions import (
     TrunkOutput,
@@ -355,6 +355,8 @@ def standalone_fill(
 ) -> FillOutput:
     """The output of a rule outside of the loop; see `wavefront_fill` for the arguments."""
     num_rows, num_positions = tokens_BL.shape
+    if preference_BL is None:
+        preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
     if length_B is None:
         length_B = jnp.full(num_rows, num_positions, jnp.int32)
     if is_seen_BL is None:

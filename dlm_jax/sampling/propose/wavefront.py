@@ -7,7 +7,7 @@ therefore sorted once and processed in chunks that end at wave boundaries.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import most, preferences, reaches
+from dlm_jax.sampling.commit.commit_rule import most, reaches
 from dlm_jax.sampling.positions import at_places, fold, put, wave_chunk
 from dlm_jax.sampling.propose.fill import (
     DrawLogits,
@@ -25,9 +25,8 @@ from dlm_jax.sampling.propose.fill import (
     FillRule,
     standalone_fill,
 )
-from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, require_head, rule
-from dlm_jax.types import Network, Params, left_of, returned
+from dlm_jax.types import Params, left_of, returned
 
 NEVER = 2**30
 """A distance that is larger than any canvas."""
@@ -148,19 +147,12 @@ def wavefront_fill(
     tokens_BL: jax.Array,
     key_B: jax.Array,
     *,
-    network: Network,
-    is_open_BL: jax.Array,
-    length_B: jax.Array | None = None,
-    is_seen_BL: jax.Array | None = None,
-    preference_BL: jax.Array | None = None,
     ratio: ArrayLike = 0.01,
     is_spread: ArrayLike = False,
     is_alternating: ArrayLike = False,
     is_one_sided: ArrayLike = False,
     temperature: ArrayLike = 1.0,
-    settings: Mapping[str, Any] | Chain | None = None,
-    banned_ids: tuple[int, ...] = (),
-    chunk: int | None = None,
+    **options: Any,
 ) -> FillOutput:
     """A token for each open position, drawn in waves by the sampler head, given the neighbours.
 
@@ -175,47 +167,32 @@ def wavefront_fill(
       hidden_BLD: the output of ``network.trunk`` for `tokens_BL`.
       tokens_BL: int32 canvas. Values at open positions are ignored.
       key_B: one typed key per row; the key of a position is ``fold_in(key, index)``.
-      network: a network with ``heads["sampler"]``, a `SamplerReadout`.
-      is_open_BL: True at the positions to fill, usually ``tokens_BL == mask_id``.
-      length_B: int32, number of live positions in each row; None if all are live.
-      is_seen_BL: True at tokens that are neighbours of open positions; None means all live
-        positions that are not open.
-      preference_BL: uint32, priority of equally confident positions; None derives it from the keys.
       ratio: ``[B]`` in (0, 1], the share of positions without a visible token at either end of
         their run that start waves, at least one.
       is_spread: ``[B]``, True to spread starting positions evenly over the row.
       is_alternating: ``[B]``, True to fill the even positions of a wave before the odd ones.
       is_one_sided: ``[B]``, True to fill runs between two tokens from the left.
       temperature: ``[B]``, divisor of the sampler head's logits before the chain, > 0.
-      settings: settings or transforms of both heads' draws: the `params` of `sample_logits`, with
-        ``[B]`` values.
-      banned_ids: ids that are never drawn and that the choice of starting positions ignores,
-        usually those of MASK and PAD.
-      chunk: number of positions per readout of the LM head; None chooses it for the device.
+      **options: ``network``, with ``heads["sampler"]``, a `SamplerReadout`; ``is_open_BL``, True at
+        the positions to fill, usually ``tokens_BL == mask_id``; and optionally
+
+        - ``length_B``: int32, number of live positions in each row; default: all are live;
+        - ``is_seen_BL``: True at tokens that are neighbours of open positions; default: all live
+          positions that are not open;
+        - ``preference_BL``: uint32, priority of equally confident positions; default: by the keys;
+        - ``settings``: settings or transforms of both heads' draws, the `params` of `sample_logits`
+          with ``[B]`` values;
+        - ``banned_ids``: ids that are never drawn and that the choice of starting positions
+          ignores, usually those of MASK and PAD;
+        - ``chunk``: number of positions per readout of the LM head.
 
     Source: sampler head, section 4, ``sampler_wavefront_fill`` and
     ``_bootstrap_fill_by_confidence``; but starting positions are chosen per row and drawn from the
     LM head.
     """
-    num_rows, num_positions = tokens_BL.shape
-    if preference_BL is None:
-        preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
     values = ratio, is_spread, is_alternating, temperature, is_one_sided
-    return standalone_fill(
-        Wavefront(*(jnp.broadcast_to(value, (num_rows,)) for value in values)),
-        params,
-        hidden_BLD,
-        tokens_BL,
-        key_B,
-        network=network,
-        is_open_BL=is_open_BL,
-        length_B=length_B,
-        is_seen_BL=is_seen_BL,
-        preference_BL=preference_BL,
-        settings=settings,
-        banned_ids=banned_ids,
-        chunk=chunk,
-    )
+    fill = Wavefront(*(jnp.broadcast_to(value, tokens_BL.shape[:1]) for value in values))
+    return standalone_fill(fill, params, hidden_BLD, tokens_BL, key_B, **options)
 
 
 @rule

@@ -311,25 +311,6 @@ def test_no_device_gathers_all_layers_of_a_matrix_that_is_split(monkeypatch):
     assert not found, found
 
 
-@pytest.mark.slow
-def test_what_is_kept_is_put_down_where_it_lies_and_no_logits_are():
-    """No second copy of the keys and values, and no array of all positions and the vocabulary."""
-    network, params = _network("block_causal")
-    advance = Advance(canvases.program(network))
-    state = _state("block_causal", _rows(), chain=("temperature",), **CASES["block_causal-exact"])
-    compiled = advance._jitted.lower(params, state, jnp.int32(3), jnp.int32(9)).compile()
-    text = compiled.as_text()
-    assert f"f32[{ROWS},{POSITIONS},{toy.VOCAB_SIZE}]" not in text
-    assert f"f32[{ROWS * POSITIONS},{toy.VOCAB_SIZE}]" not in text
-    kept = jax.tree.leaves(state.cache.kv_cache)
-    shape = ",".join(map(str, kept[0].shape))
-    assert f"f32[{shape}]" in text
-    moved = re.compile(rf"= f32\[{shape}\]\S* (copy|transpose)\(|%wrapped_copy.* = f32\[{shape}\]")
-    assert not [line for line in text.splitlines() if moved.search(line)]
-    # 2 depth B L G K numbers of four bytes
-    assert sum(leaf.nbytes for leaf in kept) == 2 * 2 * ROWS * POSITIONS * 2 * 8 * 4
-
-
 def test_an_exact_cache_refuses_blocks_of_one_position_of_a_model_that_is_not_causal():
     facts = ModelFacts(vocab_size=8, has_cache=True, block_length=1)
     with pytest.raises(ValueError, match="cache='exact' does not support .* blocks of 1"):
