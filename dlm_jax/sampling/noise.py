@@ -63,12 +63,8 @@ class NoiseContext(NamedTuple):
 
 
 class NoiseUpdate(NamedTuple):
-    """What a step writes.
-
-    Attributes:
-      tokens_BL: int32 tokens for the open positions that take no candidate.
-      is_candidate_BL: True at the positions that take their candidate.
-      is_final_B: True for rows whose block ends with this step; None if all steps are taken.
+    """What a step writes: `tokens_BL` at the open positions, but candidates where `is_candidate_BL`
+    is True. `is_final_B` is True for rows whose block ends; None if all steps are taken.
     """
 
     tokens_BL: jax.Array
@@ -82,6 +78,7 @@ class NoiseRule(OrderRule):
     @classmethod
     def check(cls, row: Any) -> None:
         super().check(row)
+        why = f"is not supported with order={cls.name!r}, which can change any token"
         supported: dict[str, tuple[Any, ...]] = {
             "fill": ("parallel", "auto"),
             "remask": ("none",),
@@ -89,31 +86,21 @@ class NoiseRule(OrderRule):
             "guidance": (0.0,),
             "structure": ("",),
         }
-        why = f"is not supported with order={cls.name!r}, which can change any token"
         require_values(row, supported, why)
-        why = f"is not supported with order={cls.name!r}"
         for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
             require(not is_on, name, getattr(row, name), why, "leave it at its default")
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         super().check_model(row, facts)
-        require(
-            row.cache == "none" or facts.canvas_length,
-            "cache",
-            row.cache,
-            f"is not supported with order={cls.name!r}, which can change any token",
-            "use cache='none'",
-        )
+        why = f"is not supported with order={cls.name!r}, which can change any token"
+        has_canvas = row.cache == "none" or facts.canvas_length
+        require(has_canvas, "cache", row.cache, why, "use cache='none'")
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        raise SettingError(
-            "order",
-            cls.name,
-            "has no trace: it also writes tokens that are not candidates",
-            "leave trace out",
-        )
+        why = "has no trace: it also writes tokens that are not candidates"
+        raise SettingError("order", cls.name, why, "leave trace out")
 
     def begin(self, context: NoiseContext) -> jax.Array:
         """Tokens ``[B, L]`` for the holes of rows before their first step; by default random."""
@@ -270,13 +257,9 @@ class EntropyRenoise(NoiseRule):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         super().check_model(row, facts)
-        if facts.process is None or facts.process.is_masked:
-            raise SettingError(
-                "order",
-                cls.name,
-                "writes random tokens, but the model was trained to fill MASK",
-                "use order='entropy_bound'",
-            )
+        is_noisy = facts.process is not None and not facts.process.is_masked
+        why = "writes random tokens, but the model was trained to fill MASK"
+        require(is_noisy, "order", cls.name, why, "use order='entropy_bound'")
 
     def init(self, num_rows: int, num_positions: int) -> Any:
         """The most likely id of each position in the last two steps; -1 for a step that was not

@@ -14,7 +14,6 @@ from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.commit.commit_rule import preferences
-from dlm_jax.sampling.edits.moves import moved, position_map_of
 
 LENGTH = 7
 
@@ -122,31 +121,6 @@ def test_differences_with_holes_and_given_tokens_score_nothing():
     np.testing.assert_array_equal(
         dlm_jax.token_uncertainty(jnp.array([-jnp.inf, jnp.nan]), jnp.array([True, False])), [1, 0]
     )
-
-
-def test_edits_of_a_step_are_shifts_in_the_order_of_the_document():
-    """Insertions from right to left, then deletions from left to right, on the tokens."""
-    rng = np.random.default_rng(3)
-    num_rows, num_positions, new, pad = 40, 12, -1, -2
-    length_B = rng.integers(1, 8, num_rows)
-    is_live_BL = np.arange(num_positions) < length_B[:, None]
-    tokens_BL = np.where(is_live_BL, np.arange(num_positions), pad).astype(np.int32)
-    put_BL, gone_BL = (is_live_BL & (rng.random(is_live_BL.shape) < 0.3) for _ in range(2))
-    no_BL = np.zeros(is_live_BL.shape, bool)
-    edits = dlm_jax.sampling.edits.Edits(put_BL, gone_BL, new)
-    capacity_B = np.full(num_rows, num_positions)
-    place_map = jax.jit(position_map_of)(edits, no_BL, length_B, capacity_B)
-    after_BL = moved(place_map, jnp.asarray(tokens_BL), edits.token, pad)
-    for row in range(num_rows):
-        text, place = jnp.asarray(tokens_BL[row]), jnp.arange(num_positions)
-        for gap in np.flatnonzero(put_BL[row])[::-1]:
-            text, place = dlm_jax.insert_at(text, gap, new), dlm_jax.insert_at(place, gap, -1)
-        for position in np.flatnonzero(gone_BL[row]):
-            (now,) = np.flatnonzero(place == position)
-            text, place = dlm_jax.delete_at(text, now, pad), dlm_jax.delete_at(place, now, -2)
-        num_left = length_B[row] + put_BL[row].sum() - gone_BL[row].sum()
-        assert place_map.length_B[row] == num_left
-        np.testing.assert_array_equal(after_BL[row], text)
 
 
 VOCAB = 30

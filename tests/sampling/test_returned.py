@@ -13,7 +13,6 @@ from dlm_jax import Setting, per_row, rule
 from dlm_jax.sampling.positions import hidden, logits
 
 FORGETS = Setting("forgets", 0.0, "asks for the rule", low=0.0, high=1.0)
-HALVES = Setting("halves", 0.0, "asks for the transform", low=0.0, high=1.0)
 
 
 @rule
@@ -23,15 +22,6 @@ class OnePerRow(dlm_jax.CommitRule):
     def select(self, state, context, proposal):
         """True for rows instead of positions."""
         return jnp.any(context.is_hole_BL, axis=1), state
-
-
-@rule
-class Scores(dlm_jax.CommitRule):
-    """Returns numbers instead of a choice."""
-
-    def select(self, state, context, proposal):
-        """The confidence itself."""
-        return proposal.confidence_BL, state
 
 
 @rule
@@ -61,15 +51,6 @@ class Remembers(dlm_jax.CommitRule):
 
 
 @rule
-class Alone(dlm_jax.CommitRule):
-    """Forgets the state."""
-
-    def select(self, state, context, proposal):
-        """All holes."""
-        return context.is_hole_BL
-
-
-@rule
 class Nothing(dlm_jax.RemaskRule):
     """Forgets to return."""
 
@@ -79,33 +60,16 @@ class Nothing(dlm_jax.RemaskRule):
         """None."""
 
 
-@rule
-class Halved(dlm_jax.LogitTransform):
-    """Returns another dtype."""
-
-    halves_B: jax.Array = per_row(HALVES)
-
-    def apply(self, prepared, logits_NV, at):
-        """In half precision."""
-        return logits_NV.astype(jnp.bfloat16)
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"commit": OnePerRow()}, r"OnePerRow.select returned bool \[\d+\]; return bool \[B, L\]"),
-        ({"commit": Scores()}, r"Scores.select returned float32 \[\d+, \d+\]; return bool"),
         ({"commit": Ranks()}, r"Ranks.score returned int32 \[\d+\]; return float32 \[N\]"),
         (
             {"commit": Remembers()},
             r"Remembers.select returned a state .*; return the arrays of",
         ),
-        ({"commit": Alone()}, r"Alone.select returned a \w+; return a pair of the result and"),
         ({"remask": Nothing(1.0)}, r"Nothing.select returned a NoneType; return a pair of the"),
-        (
-            {"transforms": [Halved(1.0)]},
-            r"Halved.apply returned bfloat16 .*; return float32 \[N, V\]",
-        ),
     ],
 )
 def test_a_rule_that_returns_something_else_is_named(settings, said):

@@ -111,13 +111,6 @@ def test_eight_devices_give_the_same_rows_and_sample_without_talking():
     assert sorted(talk) == ["pred[]", "s32[]"]
 
 
-def test_rows_of_the_same_request_are_equal_and_another_seed_differs():
-    row = Row(holes(16, 3), steps=8, seed=5)
-    same, also, other = canvases.run([row, row, dataclasses.replace(row, seed=6)] + [None] * 5)[:3]
-    assert same == also
-    assert same.tokens != other.tokens
-
-
 def test_every_step_and_every_position_draws_anew():
     """So hot that all logits are equal: the tokens show the draws alone."""
     rows = [Row(holes(20), steps=20, seed=seed, temperature=1e6) for seed in range(ROWS)]
