@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -337,6 +337,19 @@ class Parallel(FillRule):
         return lambda places_N, is_real_N: (fill.logits(places_N), None)
 
 
+class FillOptions(TypedDict, total=False):
+    """The options of `wavefront_fill`."""
+
+    network: Required[Network]
+    is_open_BL: Required[jax.Array]
+    length_B: jax.Array | None
+    is_seen_BL: jax.Array | None
+    preference_BL: jax.Array | None
+    settings: Mapping[str, Any] | Chain | None
+    banned_ids: tuple[int, ...]
+    chunk: int | None
+
+
 def standalone_fill(
     rule: FillRule,
     params: Params,
@@ -388,11 +401,14 @@ def standalone_fill(
 
 
 def parallel_fill(
-    params: Params, hidden_BLD: jax.Array, tokens_BL: jax.Array, key_B: jax.Array, **options: Any
+    params: Params,
+    hidden_BLD: jax.Array,
+    tokens_BL: jax.Array,
+    key_B: jax.Array,
+    **options: Unpack[FillOptions],
 ) -> FillOutput:
     """A token for each open position, drawn independently from the LM head.
 
-    The arguments, of which ``network`` and ``is_open_BL`` are required, and the result are those of
-    `wavefront_fill`, without those of the sampler head.
+    The arguments and the result are those of `wavefront_fill`, without those of the sampler head.
     """
     return standalone_fill(Parallel(), params, hidden_BLD, tokens_BL, key_B, **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from dlm_jax.sampling.positions import at_places, fold, put, wave_chunk
 from dlm_jax.sampling.propose.fill import (
     DrawLogits,
     FillInput,
+    FillOptions,
     FillOutput,
     FillRule,
     standalone_fill,
@@ -152,7 +153,7 @@ def wavefront_fill(
     is_alternating: ArrayLike = False,
     is_one_sided: ArrayLike = False,
     temperature: ArrayLike = 1.0,
-    **options: Any,
+    **options: Unpack[FillOptions],
 ) -> FillOutput:
     """A token for each open position, drawn in waves by the sampler head, given the neighbours.
 
