@@ -239,9 +239,11 @@ def _run(folder: Path, name: str, given: Settings) -> Iterator[tuple[str, list[s
             for record in records
         ],
     )
+    text = folder / "continuation.txt"
+    text.write_text("The quick")
     scored = _finish(folder, "-m", "dlm_jax.evaluate", "--checkpoint", str(out_dir),
-                     "--continuation", "The quick")  # fmt: skip
-    yield f"{name} run: evaluate", [scored.stdout]
+                     "--text", str(text))  # fmt: skip
+    yield f"{name} run: evaluate", [scored.stdout.replace(str(text), "continuation")]
 
 
 def _finish(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlm_jax.config import MeshConfig as MeshConfig
     from dlm_jax.config import SamplingParams as SamplingParams
-    from dlm_jax.hf.hub import push_to_hub as push_to_hub
     from dlm_jax.inference.candidates import Candidates as Candidates
     from dlm_jax.inference.engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.engine import Engine as Engine
@@ -95,7 +94,6 @@ _NAMES = {
     "inference.results": "Generation Row",
     "inference.scoring": "Score score",
     "inference.token_logprobs": "DecodingRow order_logprobs",
-    "hf.hub": "push_to_hub",
     "sampling.kv_cache": "KVCache",
     "sampling.commit": "CommitRule Threshold certain most most_confident",
     "sampling.edits": "EditRule delete_at deletion_scores gap_scores insert_at token_uncertainty",
@@ -132,5 +130,4 @@ def _advice(name: str) -> str:
     for kind in ("commit", "edits", "kv_cache", "noise", "propose", "remask", "transforms"):
         if name in importlib.import_module(f"dlm_jax.sampling.{kind}").__all__:
             return f"; it is in dlm_jax.sampling.{kind}"
-    advice = importlib.import_module("dlm_jax.moved").moved_name(name)
-    return f"; {advice}" if advice else ""
+    return ""

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import math
 import operator
-import re
 import tomllib
 import types
 import typing
@@ -28,7 +26,6 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 
-from dlm_jax.moved import moved
 from dlm_jax.sampling.params import SamplingParams, layered, resolve  # noqa: F401
 from dlm_jax.settings import (
     ABOVE_ZERO,
@@ -184,12 +181,6 @@ class TrainConfig(Section, name="train"):
         "",
         "run, weights file, published directory, Hub id or shipped model with the initial "
         "parameters; empty: random parameters",
-        is_free=True,
-    )
-    mask_like: str = setting(
-        "",
-        "token of a published causal model without MASK, whose embedding MASK begins with; empty: "
-        "the mean of all embeddings, or those of a free id",
         is_free=True,
     )
     ignore_config: Texts = setting(
@@ -593,68 +584,59 @@ class ModelConfig(Section, name="model"):
         if self.remat not in REMATS and (set(names) - set(NAMED) or len(set(names)) < len(names)):
             known = f"{', '.join(REMATS)} nor some of {', '.join(NAMED)} joined by +"
             raise self.error("remat", f"is neither one of {known}; use auto")
-        self._check_attention()
-        if self.experts:
-            self._check_experts()
+        for is_wrong, key, problem in (*self._attention_checks(), *self._expert_checks()):
+            if is_wrong:
+                raise self.error(key, problem)
 
-    def _check_attention(self) -> None:
-        heads, kind, even, every = self.heads, self.attention_type, 2 * self.heads, self.full_every
-        if not self.head_size and self.width % even:
-            advice = f"use a width of {even * max(1, round(self.width / even))}"
-            raise self.error("width", f"is not an even multiple of model.heads={heads}; {advice}")
-        for key in ("head_size", "full_head_size"):
-            if (size := getattr(self, key)) % 2:
-                raise self.error(key, f"is odd; use {size + 1}")
-        if self.rotary_size < 2 or self.rotary_size % 2:
-            what = f"rotates {self.rotary_size} of {self.size_of_head} dimensions of a head"
-            why = "not an even number from 2 (see model.width, model.heads and model.head_size)"
-            raise self.error("rotary_share", f"{what}, {why}; use 1.0 or 0.5")
-        for key in ("kv_heads", "full_kv_heads"):
-            if heads % (getattr(self, key) or 1):
-                advice = f"use 0 or a divisor of {heads}"
-                raise self.error(key, f"does not divide model.heads={heads}; {advice}")
-        is_in_blocks = kind in ("block_causal", "canvas")
-        if self.block_length < 2 if is_in_blocks else self.block_length:
-            advice = f"use {'at least 2' if is_in_blocks else 0}"
-            why = f"is not supported with model.attention_type={kind!r}"
-            raise self.error("block_length", f"{why}; {advice}")
+    def _attention_checks(self) -> Iterator[tuple[object, str, str]]:
+        """Conditions that must not hold, each with the key and ``why; remedy``."""
+        heads, kind, every = self.heads, self.attention_type, self.full_every
+        why = f"is not an even multiple of model.heads={heads}; change one of them"
+        yield not self.head_size and self.width % (2 * heads), "width", why
+        yield self.head_size % 2, "head_size", f"is odd; use {self.head_size + 1}"
+        yield self.full_head_size % 2, "full_head_size", f"is odd; use {self.full_head_size + 1}"
+        size = self.rotary_size
+        why = f"rotates {size} of {self.size_of_head} dimensions of a head, not an even number"
+        yield size < 2 or size % 2, "rotary_share", f"{why} from 2; use 1.0 or 0.5"
+        why = f"does not divide model.heads={heads}; use 0 or a divisor of {heads}"
+        yield heads % (self.kv_heads or 1), "kv_heads", why
+        yield heads % (self.full_kv_heads or 1), "full_kv_heads", why
+        is_in_blocks, length = kind in ("block_causal", "canvas"), self.block_length
+        why = f"is not supported with model.attention_type={kind!r}; use "
+        why += "at least 2" if is_in_blocks else "0"
+        yield length < 2 if is_in_blocks else length, "block_length", why
         for keys, kinds in _ATTENTION_OF.items():
+            needed = f"model.attention_type={' or '.join(map(repr, kinds))}"
             for key in keys:
-                if getattr(self, key) and kind not in kinds:
-                    needed = f"model.attention_type={' or '.join(map(repr, kinds))}"
-                    raise self.error(key, f"requires {needed}, not {kind!r}; change one of them")
-        if every and (every < 2 or self.depth % every):
-            why = f"does not divide model.depth={self.depth} into groups of at least 2 layers"
-            raise self.error("full_every", f"{why}; use 0")
-        if every and self.dense_layers:
-            raise self.error("full_every", "is not supported with model.dense_layers; use 0")
-        if (every > 0) != (self.attention_window > 0):
-            why = f"is not supported with model.full_every={every}"
-            raise self.error("attention_window", f"{why}; set both or neither")
+                why = f"requires {needed}, not {kind!r}; change one of them"
+                yield getattr(self, key) and kind not in kinds, key, why
+        why = f"does not divide model.depth={self.depth} into groups of at least 2 layers; use 0"
+        yield every and (every < 2 or self.depth % every), "full_every", why
+        why = "is not supported with model.dense_layers; use 0"
+        yield every and self.dense_layers, "full_every", why
+        why = f"is not supported with model.full_every={every}; set both or neither"
+        yield (every > 0) != (self.attention_window > 0), "attention_window", why
 
-    def _check_experts(self) -> None:
-        per_token, groups, depth = self.experts_per_token, self.router_groups, self.depth
-        within = self.experts // groups
-        if not self.is_gated:
-            raise self.error("activation", "is not supported with model.experts; use 'swiglu'")
-        if self.experts_beside and (not self.post_norms or self.dense_layers):
-            why = "requires model.post_norms=true and model.dense_layers=0"
-            raise self.error("experts_beside", f"{why}; change one of them")
-        if not 1 <= per_token <= self.experts:
-            why = f"is not in [1, {self.experts}], the number of model.experts"
-            raise self.error("experts_per_token", why)
-        if self.expert_width < 1:
-            raise self.error("expert_width", "must be at least 1")
-        if self.dense_layers >= depth:
-            why = f"leaves no block of model.depth={depth} with experts"
-            raise self.error("dense_layers", f"{why}; lower it, or use model.experts=0")
-        if self.experts % groups or (groups > 1 and within < 2):
-            why = f"does not divide model.experts={self.experts} into groups of at least 2"
-            raise self.error("router_groups", f"{why}; use 1")
-        if self.router_groups_kept > groups or self.router_groups_kept * within < per_token:
-            why = f"must be at most {groups}, and these groups of {within} experts must have at"
-            least = f"least model.experts_per_token={per_token} experts"
-            raise self.error("router_groups_kept", f"{why} {least}")
+    def _expert_checks(self) -> Iterator[tuple[object, str, str]]:
+        if not self.experts:
+            return
+        per_token, groups = self.experts_per_token, self.router_groups
+        within, kept = self.experts // groups, self.router_groups_kept
+        why = "is not supported with model.experts; use 'swiglu'"
+        yield not self.is_gated, "activation", why
+        why = "requires model.post_norms=true and model.dense_layers=0; change one of them"
+        is_alone = not self.post_norms or self.dense_layers
+        yield self.experts_beside and is_alone, "experts_beside", why
+        why = f"is not in [1, {self.experts}], the number of model.experts"
+        yield not 1 <= per_token <= self.experts, "experts_per_token", why
+        yield self.expert_width < 1, "expert_width", "must be at least 1"
+        why = f"leaves no block of model.depth={self.depth} with experts; lower it"
+        yield self.dense_layers >= self.depth, "dense_layers", why
+        why = f"does not divide model.experts={self.experts} into groups of at least 2; use 1"
+        yield self.experts % groups or (groups > 1 and within < 2), "router_groups", why
+        why = f"must be at most {groups}, and its groups of {within} experts must have at least "
+        why += f"model.experts_per_token={per_token} experts"
+        yield kept > groups or kept * within < per_token, "router_groups_kept", why
 
 
 _ATTENTION_OF = {
@@ -834,12 +816,8 @@ class Config:
             problem = "requires train.init_from, which is empty; name a model"
             if self.data.tokenizer == INIT:
                 yield "data.tokenizer", problem
-            if train.mask_like:
-                yield "train.mask_like", problem
             if train.ignore_config:
                 yield "train.ignore_config", problem
-        if train.mask_like and model.attention_type == "causal":
-            yield "train.mask_like", "has no effect with model.attention_type='causal'; remove it"
         if is_fresh and not self.heads.train_main:
             why = "freezes an untrained model"
             yield "heads.train_main", f"{why}; name a trained model in train.init_from"
@@ -917,16 +895,13 @@ def from_saved(meta: Mapping[str, Any], *, where: str) -> Config:
     unknown = [f"[{section}]" for section in raw if section not in SECTIONS]
     known = {section: values for section, values in raw.items() if section in SECTIONS}
     unknown += [key for key in flat(known) if key not in SETTINGS]
-    if not unknown:
-        return from_dict(raw, where=where)
-    is_old = any(moved(name.strip("[]").rpartition(".")[2]) for name in unknown)
-    version = (meta.get("program") or {}).get("version of dlm_jax")
-    version = version or ("0.2.0 or earlier" if is_old else "of another version")
-    raise ValueError(
-        f"{where}: unknown {'key' if len(unknown) == 1 else 'keys'} "
-        f"{', '.join(map(repr, unknown))}, saved by dlm_jax {version}; use that version, or remove "
-        "them from the saved config (docs/training.md)"
-    )
+    if unknown:
+        version = (meta.get("program") or {}).get("version of dlm_jax", "of another version")
+        raise ValueError(
+            f"{where}: unknown {', '.join(map(repr, unknown))}, saved by dlm_jax {version}; use "
+            "that version, or remove them from the saved config (docs/training.md)"
+        )
+    return from_dict(raw, where=where)
 
 
 def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) -> Config:
@@ -954,29 +929,20 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
         names the flag.
     """
     changes: dict[str, dict[str, Any]] = {}
-    for key, text in overrides.items():
-        _check_known(key, SETTINGS, "command line: unknown flag")
-        section, _, name = key.partition(".")
-        try:
-            value = _from_text(text, SETTINGS[key], f"--{key}")
-        except ValueError as error:
-            raise ValueError(f"command line: {error}") from None
-        values = changes.setdefault(section, {})
-        values[name] = value
-        for other in SETTINGS[key].resets_of(value):
-            if f"{section}.{other}" not in overrides:
-                values[other] = SETTINGS[f"{section}.{other}"].default
     try:
+        for key, text in overrides.items():
+            _check_known(key, SETTINGS, "unknown flag")
+            section, _, name = key.partition(".")
+            value = _from_text(text, SETTINGS[key], f"--{key}")
+            values = changes.setdefault(section, {})
+            values[name] = value
+            for other in SETTINGS[key].resets_of(value):
+                if f"{section}.{other}" not in overrides:
+                    values[other] = SETTINGS[f"{section}.{other}"].default
         sections = {s: dataclasses.replace(getattr(config, s), **v) for s, v in changes.items()}
         return dataclasses.replace(config, **sections)
     except ValueError as error:
-        about = set(re.findall(r"[a-z_]+\.\w+", str(error)))
-        if isinstance(error, SettingError):
-            about |= {error.name, *error.others}
-        # Errors about settings of requests have no section name.
-        named = [key for key in overrides if {key, key.removeprefix("sample.")} & about]
-        flags = " ".join(f"--{key} {overrides[key]}" for key in named or overrides)
-        raise ValueError(f"command line: {flags}: {error}") from None
+        raise ValueError(f"command line: {error}") from None
 
 
 def sample_settings(
@@ -1046,10 +1012,9 @@ def _find(path: str | Path) -> Path:
     known = shipped()
     if str(path) in known:
         return known[str(path)]
-    near = difflib.get_close_matches(Path(path).stem, known, n=1, cutoff=0.5)
-    advice = f"did you mean {near[0]!r}?" if near else f"shipped are {', '.join(known)}"
     raise ValueError(
-        f"config file {path} does not exist, and no shipped config is named {path}; {advice}"
+        f"config file {path} does not exist, and no shipped config has this name; did you mean "
+        f"{closest(str(path), known)!r}?"
     )
 
 

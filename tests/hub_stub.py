@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -23,7 +22,6 @@ class Hub:
       repos: files by revision by repository.
       gated: repositories whose terms nobody has accepted.
       asked: method, path and token of each request.
-      messages: of the commits.
     """
 
     def __init__(self) -> None:
@@ -31,7 +29,6 @@ class Hub:
         self.repos: dict[str, dict[str, Files]] = {}
         self.gated: set[str] = set()
         self.asked: list[tuple[str, str, str]] = []
-        self.messages: list[str] = []
 
     def sha(self, name: str, revision: str) -> str:
         content = repr(sorted(self.repos[name][revision].items())).encode()
@@ -101,41 +98,6 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             return self.reply(200, data, ETag=etag, X_Repo_Commit=hub.sha(name, branch))
 
         do_HEAD = do_GET
-
-        def do_POST(self) -> None:
-            self.note()
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if self.path == "/api/validate-yaml":
-                return self.reply(200, {"errors": [], "warnings": []})
-            if not self.headers.get("Authorization"):
-                return self.reply(401, {"error": "no token"})
-            if self.path == "/api/repos/create":
-                asked = json.loads(body)
-                name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-                hub.repos.setdefault(name, {"main": {}})
-                return self.reply(200, {"url": f"{hub.url}/{name}", "name": name})
-            found = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(\w+)/([^/?]+).*", self.path)
-            assert found is not None, self.path
-            repo = hub.repos[found[1]]
-            if found[2] == "branch":
-                repo[found[3]] = dict(repo["main"])
-                return self.reply(200, {})
-            if found[2] == "preupload":
-                asked = [one["path"] for one in json.loads(body)["files"]]
-                files = [
-                    {"path": one, "uploadMode": "regular", "shouldIgnore": False} for one in asked
-                ]
-                return self.reply(200, {"files": files})
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "header":
-                    hub.messages.append(line["value"]["summary"])
-                else:
-                    content = base64.b64decode(line["value"]["content"])
-                    repo[found[3]][line["value"]["path"]] = content
-            oid = hub.sha(found[1], found[3])
-            return self.reply(
-                200, {"commitUrl": f"{hub.url}/{found[1]}/commit/{oid}", "commitOid": oid}
-            )
 
         def note(self) -> None:
             token = self.headers.get("Authorization", "").removeprefix("Bearer ")

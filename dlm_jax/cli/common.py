@@ -1,27 +1,23 @@
-"""Shared code of the programs: flags, devices, user modules and chats."""
+"""Shared code of the programs: flags, devices and user modules."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import hashlib
 import importlib
 import os
 import platform
 import re
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import jax
-import jax.monitoring
 
-import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts
 from dlm_jax.config import MeshConfig, SamplingParams
@@ -34,122 +30,6 @@ from dlm_jax.settings import UNSET, Rule, SettingError, nearest
 from dlm_jax.store import not_finite
 from dlm_jax.store.weights import DEFAULT, SHIPPED
 
-
-class CompileClock:
-    """Wall-clock seconds that JAX has spent tracing, lowering or compiling since this object was
-    created.
-
-    JAX reports an interval when it ends; nested intervals are counted once.
-    """
-
-    def __init__(self) -> None:
-        self._stretches: list[tuple[float, float]] = []
-        jax.monitoring.register_event_duration_secs_listener(self._note)
-
-    @property
-    def seconds(self) -> float:
-        return sum(end - start for start, end in self._stretches)
-
-    def _note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if not event.startswith("/jax/core/compile/"):
-            return
-        end = time.perf_counter()
-        start = end - duration_secs
-        # Nested intervals have already ended, so they are at the end of the list.
-        while self._stretches and self._stretches[-1][1] > start:
-            start = min(start, self._stretches.pop()[0])
-        self._stretches.append((start, end))
-
-
-@functools.cache
-def compile_clock() -> CompileClock:
-    """The process's only `CompileClock`, created by the first call."""
-    return CompileClock()
-
-
-def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "mesh", "Split rows and parameters over devices; one device by default."
-    )
-    for name, setting in MeshConfig.declared.items():
-        group.add_argument(
-            f"--mesh.{name}", metavar=name.upper(), default=argparse.SUPPRESS, help=setting.help
-        )
-
-
-def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig | None:
-    """The mesh from the flags; None means the first device only."""
-    asked = {name: text for name, text in overrides.items() if name.startswith("mesh.")}
-    if not asked and not is_distributed:
-        return None
-    return configs.load(None, asked).mesh
-
-
-@contextlib.contextmanager
-def naming_flags() -> Iterator[None]:
-    """Replaces names of settings in errors with their flags: ``top_p=2`` becomes ``--top-p=2``.
-
-    Use this context only for values of flags. Errors about values in a file must name the file.
-    """
-    try:
-        yield
-    except SettingError as error:
-        if error.value is UNSET:
-            raise
-        known = {error.name, *BUILT_IN.settings}
-
-        def flag(match: re.Match[str]) -> str:
-            return "--" + match[0].replace("_", "-") if match[0] in known else match[0]
-
-        raise ValueError(re.sub(r"(?<![\w.'\"-])[a-z]\w*(?==)", flag, str(error))) from None
-
-
-def speeds(tokens: int, seconds: float, compiling: float) -> str:
-    """Text with tokens per second, including and excluding compilation time."""
-    without = max(seconds - compiling, 1e-6)
-    return (
-        f"{tokens / max(seconds, 1e-6):,.0f} tokens/s with {compiling:.2f} s of compilation, "
-        f"{tokens / without:,.0f} without"
-    )
-
-
-def import_module(module: str, where: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise ValueError(f"{where}: {module} fails: {type(error).__name__}: {error}") from None
-
-
-def import_rules(modules: str | None) -> list[type[Rule]]:
-    """The rules in the modules given by ``--rules``."""
-    names = [] if modules is None else modules.split(",")
-    found = [cls for name in names for cls in classes_of(import_module(name, f"--rules {name}"))]
-    with_rules(found)  # checks them
-    return found
-
-
-def import_sampler(name: str, where: str) -> HostSampler:
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise ValueError(f"{where} is not MODULE:FUNCTION; for example, write rules:only_digits")
-    found = import_module(module, where)
-    if not hasattr(found, function):
-        known = [known for known in vars(found) if not known.startswith("_")]
-        raise ValueError(f"{where}: {module} has no {function!r}; {nearest(function, known)}")
-    sampler: HostSampler = getattr(found, function)
-    if not callable(sampler):
-        raise ValueError(f"{where} is {shown(sampler)}, which is not callable; pass a function")
-    return sampler
-
-
-def heads_line(model: dlm_jax.Model, sample: SamplingParams) -> str:
-    """A line with the heads of the model, and the fill and order in `sample`."""
-    names = [f"{n} (not trained yet)" if n in model.untrained else n for n in model.heads]
-    return f"heads: {', '.join(names) or 'none'}; fill={sample.fill}, order={sample.order}"
-
-
 # Seconds until JAX detects a lost host; `distributed.processes.Watch` is faster.
 _HEARTBEAT = 50
 
@@ -157,14 +37,11 @@ CHECKPOINT = (
     "a run, a weights file, a published directory, a Hub id (org/name or org/name@revision), "
     f"or a shipped model: {', '.join(SHIPPED)}; default: {DEFAULT}"
 )
-
 QUANTIZE = (
     f"store the matrices of the blocks in 8 bits: {', '.join(KINDS)} (also rounds inputs); "
     f"default: no quantisation"
 )
-
 IGNORE_CONFIG = "field of a published config.json that is not read; repeatable"
-
 PRESET = (
     f"a preset: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or a preset of a "
     f"published model, which sets the order of the model's project (docs/published.md)"
@@ -188,6 +65,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
+    """A parser of integers in ``[low, high]``."""
 
     def number(text: str) -> int:
         try:
@@ -195,8 +73,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not an integer") from None
         if not low <= value <= high:
-            shown = text if len(text) <= 40 else f"{text[:40]}..."
-            raise argparse.ArgumentTypeError(f"{shown} is not in [{low}, {high}]")
+            raise argparse.ArgumentTypeError(f"{text[:40]} is not in [{low}, {high}]")
         return value
 
     return number
@@ -208,6 +85,22 @@ COUNT = whole(1, 2**20)
 """Parses a count of at least 1."""
 INDEX = whole(0, 2**20)
 """Parses an index, from 0."""
+
+
+def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "mesh", "Split rows and parameters over devices; one device by default."
+    )
+    for name, setting in MeshConfig.declared.items():
+        group.add_argument(
+            f"--mesh.{name}", metavar=name.upper(), default=argparse.SUPPRESS, help=setting.help
+        )
+
+
+def mesh_of(overrides: Mapping[str, str], *, is_distributed: bool) -> MeshConfig | None:
+    """The mesh from the flags; None means the first device only."""
+    given = {name: text for name, text in overrides.items() if name.startswith("mesh.")}
+    return configs.load(None, given).mesh if given or is_distributed else None
 
 
 def add_host_flags(parser: argparse.ArgumentParser, more: str = "") -> None:
@@ -223,39 +116,15 @@ def add_host_flags(parser: argparse.ArgumentParser, more: str = "") -> None:
     group.add_argument("--process-id", type=INDEX, metavar="I", help="process index, from 0")
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Writes a warning as one line, without the source location."""
-    if issubclass(category, UserWarning):
-        text = f"warning: {' '.join(str(message).split())}\n"
-    else:
-        text = warnings.formatwarning(message, category, filename, lineno, line)
-    (file or sys.stderr).write(text)
-
-
-def start_jax() -> None:
-    """Caches the compilations of a program.
-
-    Afterwards, each warning of the library is printed as one line on standard error.
-
-    The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory. With the cache,
-    the second start of a program takes a third of the time of the first start.
-    """
-    warnings.showwarning = _show_warning
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # Without a writable home directory, there is no cache.
-        with contextlib.suppress(RuntimeError, OSError):
-            cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-            cache = cache / "dlm_jax" / f"xla-{_machine()}"
-            cache.mkdir(parents=True, exist_ok=True)
-            jax.config.update("jax_compilation_cache_dir", str(cache))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+def refuse_lone_host_flags(args: argparse.Namespace) -> None:
+    """Raises ValueError for a flag of a host without ``--distributed``."""
+    for name in ("coordinator", "num_processes", "process_id"):
+        if getattr(args, name) is not None and not args.distributed:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"command line: {flag} has no effect without --distributed; add --distributed or "
+                f"remove it"
+            )
 
 
 def join_hosts(args: argparse.Namespace) -> None:
@@ -281,6 +150,90 @@ def join_hosts(args: argparse.Namespace) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def naming_flags() -> Iterator[None]:
+    """Replaces names of settings in errors with their flags: ``top_p=2`` becomes ``--top-p=2``.
+
+    Use this context only for values of flags. Errors about values in a file must name the file.
+    """
+    try:
+        yield
+    except SettingError as error:
+        if error.value is UNSET:
+            raise
+        known = {error.name, *BUILT_IN.settings}
+
+        def flag(match: re.Match[str]) -> str:
+            return "--" + match[0].replace("_", "-") if match[0] in known else match[0]
+
+        raise ValueError(re.sub(r"(?<![\w.'\"-])[a-z]\w*(?==)", flag, str(error))) from None
+
+
+def import_module(module: str, where: str) -> ModuleType:
+    """A user's module, which may be in the working directory; `where` names the flag in errors."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        raise ValueError(f"{where}: {module} fails: {type(error).__name__}: {error}") from None
+
+
+def import_rules(modules: str | None) -> list[type[Rule]]:
+    """The rules in the modules given by ``--rules``."""
+    names = [] if modules is None else modules.split(",")
+    rules = [cls for name in names for cls in classes_of(import_module(name, f"--rules {name}"))]
+    with_rules(rules)  # checks them
+    return rules
+
+
+def import_sampler(name: str, where: str) -> HostSampler:
+    """The function ``MODULE:FUNCTION``; `where` names the flag in errors."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"{where} is not MODULE:FUNCTION; for example, write rules:only_digits")
+    imported = import_module(module, where)
+    if not hasattr(imported, function):
+        known = [known for known in vars(imported) if not known.startswith("_")]
+        raise ValueError(f"{where}: {module} has no {function!r}; {nearest(function, known)}")
+    sampler: HostSampler = getattr(imported, function)
+    if not callable(sampler):
+        raise ValueError(f"{where} is {shown(sampler)}, which is not callable; pass a function")
+    return sampler
+
+
+def heads_line(model: Model, sample: SamplingParams) -> str:
+    """A line with the heads of the model, and the fill and order in `sample`."""
+    names = [f"{n} (not trained yet)" if n in model.untrained else n for n in model.heads]
+    return f"heads: {', '.join(names) or 'none'}; fill={sample.fill}, order={sample.order}"
+
+
+def start_jax() -> None:
+    """Caches compiled programs on disk, and prints each warning as one line on standard error.
+
+    The cache is in ``$JAX_COMPILATION_CACHE_DIR`` or the user's cache directory. With the cache,
+    the second start of a program takes a third of the time of the first start.
+    """
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"warning: {' '.join(str(message).split())}\n"
+    )
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    # Compiled programs are specific to the processor.
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
+    facts = {line for line in lines if line.startswith(("flags", "model name", "Features"))}
+    text = "\n".join([platform.machine(), *sorted(facts)])
+    machine = hashlib.sha256(text.encode()).hexdigest()[:12]
+    # Without a writable home directory, there is no cache.
+    with contextlib.suppress(RuntimeError, OSError):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        cache = cache / "dlm_jax" / f"xla-{machine}"
+        cache.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
 def load_model(
     path: str | None,
     *,
@@ -289,6 +242,7 @@ def load_model(
     quantize: str | None = None,
     ignore_config: Sequence[str] = (),
 ) -> Model:
+    """A model from `dlm_jax.load`, whose parameters are finite."""
     model = load(
         path,
         mesh=mesh,
@@ -304,22 +258,3 @@ def load_model(
             "is unusable; load an earlier checkpoint, or train again"
         )
     return model
-
-
-def _machine() -> str:
-    """A hash that identifies the processor, because compiled programs are specific to it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
-    told = sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))})
-    return hashlib.sha256("\n".join([platform.machine(), *told]).encode()).hexdigest()[:12]
-
-
-def refuse_lone_host_flags(args: argparse.Namespace) -> None:
-    """Raises ValueError for a flag of a host without ``--distributed``."""
-    for name in ("coordinator", "num_processes", "process_id"):
-        if getattr(args, name) is not None and not args.distributed:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"command line: {flag} has no effect without --distributed; add --distributed or "
-                f"remove it"
-            )

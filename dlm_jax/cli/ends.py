@@ -1,4 +1,4 @@
-"""Exit codes of the programs, and handling of errors and closed streams.
+"""Exit codes of the programs, and handling of errors.
 
 =====  =======================================================================================
 0      done
@@ -14,9 +14,6 @@
 =====  =======================================================================================
 
 All processes of a run end with the same code.
-
-Messages that cannot be written because standard error is closed or full are dropped. Characters
-that the encoding of standard output does not support are escaped.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from dlm_jax.store.files import is_full
 
@@ -63,21 +59,18 @@ def program(main: Main) -> Main:
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
-        with _steady_streams():
-            try:
-                code = main(argv)
-                with _output():
-                    print(end="", flush=True)
-            except SystemExit:
-                # The reader of --help output may close the pipe early.
-                try:
-                    print(end="", flush=True)
-                except OSError:
-                    _discard_output()
-                raise
-            except (Exception, KeyboardInterrupt) as error:
-                return end_of(error)
-            return code
+        if sys.stderr is None:  # print would write to standard output
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        try:
+            code = main(argv)
+            with _output():
+                print(end="", flush=True)
+        except (Exception, KeyboardInterrupt) as error:
+            return end_of(error)
+        return code
 
     return guarded
 
@@ -96,13 +89,7 @@ def keep_output_for_texts() -> None:
     if not isinstance(ours, io.TextIOWrapper) or ours.fileno() != 1:
         return
     ours.flush()
-    sys.stdout = open(  # noqa: SIM115
-        os.dup(1),
-        "w",
-        encoding=ours.encoding,
-        errors=ours.errors,
-        buffering=1 if ours.line_buffering else -1,
-    )
+    sys.stdout = open(os.dup(1), "w", encoding=ours.encoding, errors=ours.errors)  # noqa: SIM115
     os.dup2(2, 1)
 
 
@@ -166,68 +153,20 @@ def code_of(error: BaseException) -> End:
 def end_of(error: BaseException) -> End:
     """Prints an error and returns its exit code."""
     code = code_of(error)
+    if code in (End.READER_GONE, End.UNWRITTEN):
+        # Python must exit without a message about what standard output has buffered.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if code == End.INTERRUPTED:
         print("stopped", file=sys.stderr)
     elif code == End.NOT_FINITE:
         say_error(error)
-    elif code == End.READER_GONE:
-        _discard_output()
     elif isinstance(error, OSError) and code == End.UNWRITTEN:
-        _discard_output()
         where = f"{error.filename}: " if error.filename else ""
         say_error(f"{where}{error.strerror}; saved files are kept")
     elif code == End.NO_MEMORY:
         detail = str(error).strip().split("\n")[0][:200] or "an array could not be allocated"
         say_error(f"out of memory: {detail}; use smaller batches, canvases or models")
-    else:
+    elif code == End.DEFECT:
         traceback.print_exception(error)
     return code
-
-
-class _Lossy(io.FileIO):
-    """A file that discards what cannot be written, for example because the disk is full."""
-
-    def write(self, data: Any) -> int:
-        with contextlib.suppress(OSError):
-            return super().write(data) or len(data)
-        return len(data)
-
-
-@contextlib.contextmanager
-def _steady_streams() -> Iterator[None]:
-    """A context in which the standard streams accept any text and ignore closed readers."""
-    # Otherwise, a file opened later could get the descriptor of a closed stream and receive the
-    # stream's messages.
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    before, hook = sys.stderr, sys.unraisablehook
-    sys.unraisablehook = _say_unraisable
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    if sys.stderr is sys.__stderr__:
-        encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
-        raw = io.BufferedWriter(_Lossy(2, "w", closefd=False))
-        sys.stderr = io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True)
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook
-        if before is not None:
-            sys.stderr = before
-
-
-def _say_unraisable(told: sys.UnraisableHookArgs) -> None:
-    # After a failed save, tensorstore may try to deliver results to a closed event loop.
-    if str(told.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(told)
-
-
-def _discard_output() -> None:
-    """Discards what standard output has buffered, so that Python exits without a message."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        number = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(number, sys.stdout.fileno())
-        os.close(number)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,25 +31,17 @@ from dlm_jax.cli.ends import End, NotFiniteError, check_output, emit, program, r
 from dlm_jax.config import parse_flags
 from dlm_jax.data import Corpus, load_corpus, validation_windows
 from dlm_jax.data.pipeline import Columns
-from dlm_jax.data.text import JSON_LINES, NAMED, Document, is_json, is_json_lines, read_jsonl
+from dlm_jax.data.text import JSON_LINES, is_json, is_json_lines, read_jsonl
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.scoring import (
-    MOST_AT_ONCE,
-    Score,
-    score,
-    score_rows,
-)
+from dlm_jax.inference.scoring import MOST_AT_ONCE, Score, score, score_rows
 from dlm_jax.objectives.likelihood import first_scored, plus_minus
 from dlm_jax.store.files import check_regular
 from dlm_jax.store.weights import SUFFIX
 
-Source = tuple[str, list[str], list[str] | None]
-"""A set of texts to score: name, texts, and one prompt per text (or None)."""
-
 
 def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.evaluate", description=__doc__)
-    add = parser.add_argument
+    add, count = parser.add_argument, whole(1, MOST_AT_ONCE)
     add("--checkpoint", metavar="PATH", help=CHECKPOINT)
     text_help = f"UTF-8 files to score; {', '.join(JSON_LINES)} and .json files contain texts"
     add("--text", nargs="+", default=[], metavar="FILE", help=text_help)
@@ -59,27 +49,10 @@ def make_parser() -> Parser:
     add("--split", nargs="?", const="---", metavar="LINE", help=split_help)
     pairs_help = 'JSONL of {"prompt": ..., "response": ...}, to score responses given their prompts'
     add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs_help)
-    add("--continuation", metavar="TEXT", help="a text to score")
-    add("--prompt", metavar="TEXT", help="text before --continuation")
-    add(
-        "--held-out",
-        metavar="SOURCE",
-        help="a corpus whose held-out part is scored; default: the model's own corpus",
-    )
-    add(
-        "--num-draws",
-        type=whole(1, MOST_AT_ONCE),
-        default=1,
-        metavar="N",
-        help="masks per window (1)",
-    )
-    add(
-        "--batch-size",
-        type=whole(1, MOST_AT_ONCE),
-        default=16,
-        metavar="B",
-        help="windows per batch (16)",
-    )
+    held_out_help = "a corpus whose held-out part is scored; default: the model's own corpus"
+    add("--held-out", metavar="SOURCE", help=held_out_help)
+    add("--num-draws", type=count, default=1, metavar="N", help="masks per window (1)")
+    add("--batch-size", type=count, default=16, metavar="B", help="windows per batch (16)")
     add("--seed", type=SEED, default=0, metavar="K", help="random seed of the masks (0)")
     add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
@@ -92,63 +65,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_jax()
     with refusals():
         args, _ = parse_flags(make_parser(), argv)
-        if args.prompt is not None and args.continuation is None:
-            raise ValueError(
-                "--prompt has no effect without --continuation; add it or remove --prompt"
-            )
         check_output()
         model = load_model(
             args.checkpoint, quantize=args.quantize, ignore_config=args.ignore_config
         )
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
-        sources = list(_sources(args))
-        for name, texts, prompts in sources:
-            result = score(model, texts, prompts=prompts, **drawn)
-            _print_score(name, result, as_json=args.json)
-        if not sources:
+        for path in args.text:
+            result = score(model, _texts(path, args.split), **drawn)
+            _print_score(path, result, as_json=args.json)
+        for path in args.pairs:
+            pairs = list(read_jsonl(path, _read(path)))
+            prompts = [pair.prompt or "" for pair in pairs]
+            result = score(model, [pair.text for pair in pairs], prompts=prompts, **drawn)
+            _print_score(path, result, as_json=args.json)
+        if not args.text and not args.pairs:
             for name, result in _held_out(model, args, drawn):
                 _print_score(name, result, as_json=args.json)
     return End.DONE
 
 
-def _sources(args) -> Iterator[Source]:
-    for path in args.text:
-        text = _read(path)
-        if is_json_lines(path) or is_json(path):
-            yield path, _records(path, text, args.split), None
-            continue
-        texts = [text]
-        if args.split is not None:
-            texts = [t for t in f"\n{text}\n".split(f"\n{args.split}\n") if t.strip("\n")]
-            texts = [t.strip("\n") for t in texts]
-        yield path, texts, None
-    for path in args.pairs:
-        pairs = list(read_jsonl(path, _read(path)))
-        _check_no_conversation(pairs)
-        yield path, [pair.text for pair in pairs], [pair.prompt or "" for pair in pairs]
-    if args.continuation is not None:
-        prompts = None if args.prompt is None else [args.prompt]
-        yield "continuation", [args.continuation], prompts
-
-
-def _records(path: str, content: str, split: str | None) -> list[str]:
-    """The texts of a JSON file."""
-    if split is not None:
-        raise ValueError(f"--split has no effect on {path}, whose lines are texts; remove it")
-    found = list(read_jsonl(path, content))
-    _check_no_conversation(found)
-    for record in found:
-        if record.prompt is not None:
-            raise ValueError(f"{record.name} has a prompt; pass the file as --pairs")
-    if not found:
-        raise ValueError(f"{path} has no lines; add some")
-    return [record.text for record in found]
-
-
-def _check_no_conversation(documents: Sequence[Document]) -> None:
-    for document in documents:
-        if document.messages:
-            raise ValueError(f"{document.name} is a conversation; pass the file as --held-out")
+def _texts(path: str, split: str | None) -> list[str]:
+    """The texts of a file."""
+    content = _read(path)
+    if is_json_lines(path) or is_json(path):
+        documents = list(read_jsonl(path, content))
+        for document in documents:
+            if document.messages or document.prompt is not None:
+                raise ValueError(f"{document.name} has a prompt; pass the file as --pairs")
+        return [document.text for document in documents]
+    if split is None:
+        return [content]
+    texts = (text.strip("\n") for text in f"\n{content}\n".split(f"\n{split}\n"))
+    return [text for text in texts if text]
 
 
 def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[tuple[str, Score]]:
@@ -182,36 +130,23 @@ def _held_out_rows(model: Model, args: Namespace) -> tuple[Corpus, Columns]:
     """
     assert model.config is not None, "a loaded model has a config"
     data, is_own = model.config.data, args.held_out is None
-    if is_own and args.checkpoint is not None and Path(args.checkpoint).suffix == SUFFIX:
+    is_file = args.checkpoint is not None and Path(args.checkpoint).suffix == SUFFIX
+    if is_own and (is_file or not model.corpus_sha256):
         raise ValueError(
-            f"{args.checkpoint} is a file and cannot select the text to read; name the text: "
-            "--held-out SOURCE, or --text or --pairs"
+            f"{args.checkpoint} cannot select the text to read; name the text: --held-out SOURCE, "
+            "or --text or --pairs"
         )
-    if is_own and not model.corpus_sha256:
-        raise ValueError(
-            f"{args.checkpoint} does not name its training text; pass one: "
-            "--held-out SOURCE, or --text or --pairs"
-        )
-    where = ""
-    if is_own and (relative := [s for s in data.source if not _is_placed(s)]):
-        where = f"data.source={','.join(relative)} of the run, in {Path.cwd()}"
-    try:
-        corpus = load_corpus(
-            data.source if is_own else args.held_out,
-            tokenizer=model.tokenizer,
-            held_out=data.held_out,
-            layout=data.layout,
-            tail=data.tail,
-            seq_len=data.seq_len,
-            weights=data.weights if is_own else (),
-            start_id=model.start_id,
-            chat=model.chat,
-        )
-    except ValueError as error:
-        hint = f" ({where}; --held-out selects another corpus)" if where else ""
-        raise ValueError(f"{error}{hint}") from None
-    if where:
-        print(where, file=sys.stderr)
+    corpus = load_corpus(
+        data.source if is_own else args.held_out,
+        tokenizer=model.tokenizer,
+        held_out=data.held_out,
+        layout=data.layout,
+        tail=data.tail,
+        seq_len=data.seq_len,
+        weights=data.weights if is_own else (),
+        start_id=model.start_id,
+        chat=model.chat,
+    )
     if is_own and corpus.sha256 != model.corpus_sha256:
         raise ValueError(
             f"{corpus.name} is not the text that the model was trained on (its sha256 differs), so "
@@ -222,43 +157,31 @@ def _held_out_rows(model: Model, args: Namespace) -> tuple[Corpus, Columns]:
     )
 
 
-def _is_placed(source: str) -> bool:
-    """Returns whether the meaning of a source is independent of the working directory."""
-    return source in NAMED or "://" in source or Path(os.path.expanduser(source)).is_absolute()
-
-
 def _print_score(name: str, result: Score, *, as_json: bool) -> None:
-    nats, nats_error = result.nats_per_token
     tokens, characters = int(result.tokens.sum()), round(float(result.characters.sum()))
+    nats, nats_error = result.nats_per_token
     bits, bits_error = result.bits_per_character if characters else (math.nan, math.nan)
-    _require_finite(name, nats)
-    kind = "exact" if result.is_exact else "upper bound"
-    record = {
-        "nats_per_token": nats,
-        "nats_per_token_error": _or_none(nats_error),
-        "bits_per_character": _or_none(bits),
-        "bits_per_character_error": _or_none(bits_error),
-        "texts": len(result.nats),
-        "tokens": tokens,
-        "characters": characters,
-    }
-    nats_interval, bits_interval = result.interval(nats_error), result.interval(bits_error)
-    per_character = f", {bits:.4f}{plus_minus(bits_interval)} bits/character" if characters else ""
-    counts = f"{len(result.nats)} rows, {tokens:,} tokens"
-    counts += f", {characters:,} characters" if characters else ""
-    per_token = f"{nats:.4f}{plus_minus(nats_interval)} nats/token"
-    line = f"{name}: {per_token}{per_character} ({kind}; {counts})"
-    emit(json.dumps({"source": name, "kind": kind} | record) if as_json else line)
-
-
-def _require_finite(name: str, *figures: float) -> None:
-    if not all(map(math.isfinite, figures)):
+    if not math.isfinite(nats):
         raise NotFiniteError(f"{name}: the score is not finite")
-
-
-def _or_none(number: float) -> float | None:
-    """The number, or None for NaN, because JSON has no NaN."""
-    return None if math.isnan(number) else number
+    kind = "exact" if result.is_exact else "upper bound"
+    if as_json:
+        figures = {
+            "nats_per_token": nats,
+            "nats_per_token_error": nats_error,
+            "bits_per_character": bits,
+            "bits_per_character_error": bits_error,
+        }
+        # JSON has no NaN.
+        figures = {key: None if math.isnan(at) else at for key, at in figures.items()}
+        counts = {"texts": len(result.nats), "tokens": tokens, "characters": characters}
+        emit(json.dumps({"source": name, "kind": kind} | figures | counts))
+        return
+    line = f"{name}: {nats:.4f}{plus_minus(result.interval(nats_error))} nats/token"
+    counts = f"{len(result.nats)} rows, {tokens:,} tokens"
+    if characters:
+        line += f", {bits:.4f}{plus_minus(result.interval(bits_error))} bits/character"
+        counts += f", {characters:,} characters"
+    emit(f"{line} ({kind}; {counts})")
 
 
 def _read(path: str) -> str:

@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-import dlm_jax.config as configs
 from dlm_jax.cli.common import Parser, start_jax
 from dlm_jax.cli.ends import End, program, refusals
 from dlm_jax.config import parse_flags
@@ -28,20 +24,7 @@ def make_parser() -> Parser:
     add("--checkpoint", required=True, metavar="DIR", help="directory of the run")
     add("--out", required=True, metavar="FILE", help="file to write, ending in .safetensors")
     add("--dtype", default="float32", metavar="TYPE", help="float32 or float16 (float32)")
-    config_help = "config whose [sample], data.source and train.out_dir override those of the run"
-    add("--config", metavar="FILE", help=config_help)
     return parser
-
-
-def _replace(meta: dict[str, Any], path: str) -> None:
-    """Copies the sampling settings and the paths of the config file `path` into `meta`."""
-    given = configs.to_dict(configs.load(path))
-    said = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    meta["config"]["sample"] |= {key: given["sample"][key] for key in said.get("sample", {})}
-    for section, key in (("data", "source"), ("train", "out_dir"), ("train", "init_from")):
-        if key in said.get(section, {}):
-            meta["config"][section][key] = given[section][key]
-    meta["corpus"]["name"] = ", ".join(meta["config"]["data"]["source"])
 
 
 @program
@@ -53,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.checkpoint, report=lambda line: print(line, file=sys.stderr)
         )
         kept = {name: meta[name] for name in ("config", "tokenizer", "corpus")}
-        if args.config is not None:
-            _replace(kept, args.config)
         kept |= {name: meta.get(name) for name in ("bound", "step")}
         kept |= {"run": meta.get("run", ""), "own": meta.get("own") or {}}
         kept |= {name: meta[name] for name in KEPT if name in meta}

@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata, resources
+from importlib import resources
 from typing import Any
 
 from dlm_jax.cli.common import start_jax
 from dlm_jax.cli.ends import End, program, refusals
-
-GROUP = "lm_eval.models"
-"""The entry-point group of model classes for lm-evaluation-harness."""
 
 
 @program
@@ -43,38 +39,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return End.DONE
 
 
+@functools.cache
 def register() -> None:
-    """Registers the models in `GROUP` and the shipped tasks with lm-evaluation-harness."""
+    """Registers the model ``dlm_jax`` and the shipped tasks with lm-evaluation-harness."""
     registry: Any = importlib.import_module("lm_eval.api.registry").model_registry
     importlib.import_module("lm_eval.models")
-    if "dlm_jax" not in registry:  # without installation, a checkout has no entry points
+    if "dlm_jax" not in registry:
         registry.register("dlm_jax", target="dlm_jax.harness.lm:DlmJax")
-    for entry in metadata.entry_points(group=GROUP):
-        if entry.name not in registry:
-            registry.register(entry.name, target=entry)
-    _add_own_tasks(importlib.import_module("lm_eval.tasks").TaskManager)
-
-
-@functools.cache
-def _add_own_tasks(manager: Any) -> None:
-    """Adds the shipped tasks to the search path of every task manager.
-
-    ``--include_path`` accepts one directory, whose tasks override shipped tasks of the same name.
-    """
+    manager: Any = importlib.import_module("lm_eval.tasks").TaskManager
     plain = manager.__init__
-    own = str(resources.files("dlm_jax.harness").joinpath("tasks"))
+    shipped = str(resources.files("dlm_jax.harness").joinpath("tasks"))
 
     @functools.wraps(plain)
-    def with_own_tasks(self: Any, *arguments: Any, **more: Any) -> None:
-        given = inspect.signature(plain).bind(self, *arguments, **more)
-        paths = given.arguments.get("include_path") or []
-        paths = paths if isinstance(paths, list | tuple) else [paths]
-        for path in paths:
+    def with_shipped_tasks(self: Any, *given: Any, include_path: Any = None, **more: Any) -> None:
+        paths = [include_path] if isinstance(include_path, str | os.PathLike) else include_path
+        for path in paths or ():
             if not os.path.isdir(path):
-                raise ValueError(
-                    f"--include_path {path} is not a directory; pass a directory with tasks"
-                )
-        given.arguments["include_path"] = [own, *paths]
-        plain(*given.args, **given.kwargs)
+                raise ValueError(f"--include_path {path} is not a directory; name one with tasks")
+        plain(self, *given, include_path=[shipped, *(paths or ())], **more)
 
-    manager.__init__ = with_own_tasks
+    manager.__init__ = with_shipped_tasks

@@ -1,9 +1,8 @@
 """Entry points of the programs. Ctrl-C prints no traceback, even during the imports.
 
 Python can raise KeyboardInterrupt anywhere. During a compilation, the exception leaves XLA objects
-alive that crash the interpreter at exit. A program with nothing to save is therefore terminated by
-the signal itself, and a program that handles the interrupt exits without finalising the
-interpreter.
+alive that crash the interpreter at exit, so a program that handles the interrupt exits without
+finalising the interpreter.
 """
 
 from __future__ import annotations
@@ -15,16 +14,14 @@ import importlib
 import os
 import signal
 import sys
-import threading
 
 from dlm_jax.cli.ends import End
 
 
 def _run(name: str) -> int:
     handler = signal.getsignal(signal.SIGINT)
-    is_heard = threading.current_thread() is threading.main_thread()
     # In the first process of a container, unhandled signals have no effect.
-    if is_heard and os.getpid() != 1 and handler is signal.default_int_handler:
+    if os.getpid() != 1 and handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # What imports make stays, and looking for garbage among it takes a fifth of a second.
     gc.disable()
@@ -33,14 +30,13 @@ def _run(name: str) -> int:
     gc.enable()
     # The training loop handles signals itself; before the loop starts, Ctrl-C ends the program
     # immediately.
-    if handler is not None and name != "train":
+    if name != "train":
         signal.signal(signal.SIGINT, handler)
     code = main()
     if code == End.INTERRUPTED:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         os._exit(code)
     return code
 

@@ -340,7 +340,7 @@ def distil(
         is_same = load(settings.teacher).tokenizer.to_json() == setup.tokenizer.to_json()
         require(is_same, "teacher", settings.teacher, "has another vocabulary", "use another")
         begins = dataclasses.replace(
-            setup.config.train, init_from=settings.teacher, mask_like="", ignore_config=()
+            setup.config.train, init_from=settings.teacher, ignore_config=()
         )
         config_of_teacher = dataclasses.replace(setup.config, train=begins)
         setup_of_teacher = dataclasses.replace(setup, config=config_of_teacher)

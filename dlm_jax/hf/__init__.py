@@ -14,7 +14,7 @@ from dlm_jax.hf.directory import (
     write_published,
 )
 from dlm_jax.hf.families import UNPUBLISHED
-from dlm_jax.hf.hub import fetched, hub_id, push_to_hub
+from dlm_jax.hf.hub import fetched, hub_id
 
 __all__ = [
     "KEPT",
@@ -26,7 +26,6 @@ __all__ = [
     "fetched",
     "hub_id",
     "is_published",
-    "push_to_hub",
     "read_chat",
     "read_kept",
     "read_model",

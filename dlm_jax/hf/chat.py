@@ -238,10 +238,11 @@ class ChatTemplate:
     def _render(self, values: dict[str, Any], continues: bool) -> str:
         """The conversation as text, with `_MARK` at the ends of ``{% generation %}``."""
         if continues:
-            *others, last = values["messages"] or [{"content": None}]
-            if not isinstance(last["content"], str):
+            *others, last = values["messages"] or [{}]
+            content = last.get("content")
+            if not isinstance(content, str):
                 raise ValueError("the last message has no text to continue; add one")
-            last = last | {"content": last["content"] + _CONTINUED + _SPACE}
+            last = last | {"content": content + _CONTINUED + _SPACE}
             text = self._render(values | {"messages": [*others, last]}, False)
             before, tag, after = text.rpartition(_CONTINUED)
             if not tag:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlm_jax.config import ModelConfig, SamplingParams
+from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.types import Params
 
@@ -32,11 +32,8 @@ _IDLE = re.compile(
     r"|output_dropout|output_hidden_states|output_router_logits|pad_token_id|precision"
     r"|pretraining_tp|problem_type|residual_dropout|return_dict|rope_full_precision"
     r"|router_aux_loss_coef|sliding_window|torch_dtype|transformers_version|use_cache"
-)
-"""Fields that do not affect the computation of a model, or that other code reads."""
-
-_OF_OTHER_PROGRAMS = re.compile(
-    r"is_llama_config|transformers\.js_config|unsloth_\w+|\w+_version|_attn_implementation\w*"
+    # Fields of other programs.
+    r"|is_llama_config|transformers\.js_config|unsloth_\w+|\w+_version|_attn_implementation\w*"
     r"|_commit_hash|_flash_attn_2_enabled|_name|attn_implementation|use_flash_attention(_2)?"
     r"|base_model\w*|finetuning_task|gradient_checkpointing|license|model_max_length|model_name"
     r"|prefix|sep_token_id|decoder_start_token_id|tags|task_specific_params|tf_legacy_loss"
@@ -49,7 +46,7 @@ _OF_OTHER_PROGRAMS = re.compile(
     r"|output_scores|remove_invalid_values|repetition_penalty|return_dict_in_generate"
     r"|suppress_tokens|begin_suppress_tokens|temperature|top_k|top_p|typical_p"
 )
-"""Names of fields that name no computation: `FileFields.finish` ignores and lists them."""
+"""Fields that do not affect the computation of a model, or that other code reads."""
 
 
 class FileFields:
@@ -97,39 +94,25 @@ class FileFields:
                     name, value, f"is not implemented; only {' or '.join(map(repr, known))} is"
                 )
 
-    def finish(self, idle: Iterable[str] = ()) -> tuple[str, ...]:
-        """The unread fields that name no computation; raises ValueError for another that has a
-        value and may have an effect.
-        """
-        ignored = []
+    def finish(self, idle: Iterable[str] = ()) -> None:
+        """Raises ValueError for an unread field that has a value and may have an effect."""
         for name, value in self.unread.items():
             if _IDLE.fullmatch(name) or name in idle or value in (None, False, 0, "", [], {}):
                 continue
-            if not _OF_OTHER_PROGRAMS.fullmatch(name):
-                path = self.within + name
-                raise self.refuse(
-                    name,
-                    value,
-                    "is unknown to dlm_jax and may have an effect; if it does not change the "
-                    f"model's outputs, ignore it: --ignore-config {path}, ignore_config="
-                    f"[{path!r}] of dlm_jax.load, or train.ignore_config={path}",
-                )
-            ignored.append(name)
-        return tuple(ignored)
+            path = self.within + name
+            raise self.refuse(
+                name,
+                value,
+                "is unknown to dlm_jax and may have an effect; if it does not change the model's "
+                f"outputs, ignore it: --ignore-config {path}, ignore_config=[{path!r}] of "
+                f"dlm_jax.load, or train.ignore_config={path}",
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises ValueError for a duplicate key."""
-
-    def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{twice[:100]!r} is given twice")
-        return dict(pairs)
-
+    """The object in a JSON file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_twins)
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; download the whole directory") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -244,7 +227,6 @@ class Family:
       process: forward process of the training; a value of ``objective.process``.
       recommended: maps ``(fields of generation_config.json, model)`` to settings, for fields that
         are specific to the family.
-      spoken: the inverse, which maps ``(settings, model)`` to fields; the result can be empty.
       other_names: ``(pattern, replacement)`` pairs for alternative names of tensors; an empty
         replacement omits the tensor.
     """
@@ -270,7 +252,6 @@ class Family:
     generates_from_mask: bool = True
     process: str = "masked"
     recommended: Callable[[Mapping[str, Any], ModelConfig], dict[str, Any]] = lambda *_: {}
-    spoken: Callable[[SamplingParams, ModelConfig], dict[str, Any]] = lambda *_: {}
     other_names: tuple[tuple[str, str], ...] = ()
 
     def read(self, fields: FileFields) -> ModelConfig:
@@ -301,10 +282,8 @@ class Family:
 
     def said(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of config.json, merged with the fields in `within`."""
-        inner = config.get(self.within) or {}
-        if not isinstance(inner, dict):
-            raise ValueError(f"{self.within}={inner!r} is not an object; the file is damaged")
-        return {name: value for name, value in config.items() if name != self.within} | inner
+        outer = {name: value for name, value in config.items() if name != self.within}
+        return outer | (config.get(self.within) or {})
 
     def name_of(self, tensor: str) -> str:
         """The usual name of a tensor; '' if the tensor is omitted."""

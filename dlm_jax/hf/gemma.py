@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_jax.config import ModelConfig, SamplingParams
+from dlm_jax.config import ModelConfig
 from dlm_jax.hf.family import Family, FileFields
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -134,29 +134,11 @@ _TENSORS = {
 
 # Fields of generation_config.json, with the equivalent settings of this library.
 _OF_LOOP = {"confidence_threshold": "renoise_stop", "entropy_bound": "entropy_bound"}
-# Other fields of generation_config.json, with their types and minimum values.
-_NUMBERS: tuple[tuple[str, Any, float], ...] = (
-    ("max_denoising_steps", int, 1),
-    ("max_new_tokens", int, 1),
-    ("t_min", int | float, 0),
-    ("t_max", int | float, 0),
-)
-# Number of decimals to which temperatures are rounded, so that exported values are read back
-# exactly.
-_DECIMALS = 9
 
 
 def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """The settings for the fields of a DiffusionGemmaGenerationConfig."""
-    inner = said.get("sampler_config") or {}
-    if not isinstance(inner, Mapping):
-        raise ValueError(f"sampler_config={inner!r} is not an object")
-    said = {**said, **inner}
-    for name, kind, least in _NUMBERS:
-        value = said.get(name)
-        is_kind = isinstance(value, kind) and not isinstance(value, bool)
-        if value is not None and (not is_kind or value < least):
-            raise ValueError(f"{name}={value!r} must be a number of at least {least}")
+    said = {**said, **(said.get("sampler_config") or {})}
     if said.get("stability_threshold") not in (None, 1):
         raise ValueError(
             f"stability_threshold={said['stability_threshold']!r} is not implemented; use 1"
@@ -166,7 +148,7 @@ def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     }
     first = PRESETS["diffusion_gemma"]
     steps, length = said.get("max_denoising_steps"), said.get("max_new_tokens")
-    if steps is not None or length is not None:
+    if "steps" not in said and (steps is not None or length is not None):
         steps = first["steps"] if steps is None else steps
         length = first["gen_length"] if length is None else length
         settings["steps"] = steps * -(-length // model.block_length)
@@ -174,30 +156,8 @@ def _recommended(said: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
         t_min, t_max = said["t_min"], said["t_max"]
         of_canvas = first["steps"] if steps is None else steps
         settings["temperature"] = t_max
-        settings["temperature_end"] = round(t_min + (t_max - t_min) / of_canvas, _DECIMALS)
+        settings["temperature_end"] = t_min + (t_max - t_min) / of_canvas
     return settings
-
-
-def _spoken(sample: SamplingParams, model: ModelConfig) -> dict[str, Any]:
-    """The inverse of `_recommended`; empty if no fields can express the settings."""
-    num_canvases = max(-(-sample.gen_length // model.block_length), 1)
-    steps, rest = divmod(sample.steps, num_canvases)
-    first, last = sample.temperature, sample.temperature_end
-    is_above = min(last, sample.entropy_bound, sample.renoise_stop) > 0
-    if rest or steps < 2 or not (sample.gen_length and is_above and last < first):
-        return {}
-    return {
-        "max_new_tokens": sample.gen_length,
-        "max_denoising_steps": steps,
-        "t_max": first,
-        "t_min": round((last * steps - first) / (steps - 1), _DECIMALS),
-        "confidence_threshold": sample.renoise_stop,
-        "stability_threshold": 1,
-        "sampler_config": {
-            "_cls_name": "EntropyBoundSamplerConfig",
-            "entropy_bound": sample.entropy_bound,
-        },
-    }
 
 
 _GEMMA = Family(
@@ -261,7 +221,6 @@ _GEMMA = Family(
     process="uniform",
     presets=PRESETS,
     recommended=_recommended,
-    spoken=_spoken,
     outside=("canvas_length", "tie_word_embeddings"),
     other_names=(
         # The image tower is omitted.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,19 +53,16 @@ _LLADA = (
 # The patterns of llama.cpp, by tokenizer.ggml.pre. Each pattern splits the pieces of the previous
 # one.
 _PATTERNS = {
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), (_GPT2,)),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", _GPT2)
-    ),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (qwen_split(1),)),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), (qwen_split(3),)),
-    **dict.fromkeys(("llada-moe", "bailingmoe"), (_LLADA,)),
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "qwen2": (qwen_split(1),),
+    "deepseek-r1-qwen": (qwen_split(1),),
+    "llama-bpe": (qwen_split(3),),
+    "llada-moe": (_LLADA,),
 }
-_LLAMA3 = ("llama3", "llama-v3", "llama-bpe")
 
 # Types of tokens in tokenizer.ggml.token_type.
-_UNKNOWN, _CONTROL, _ADDED, _UNUSED = 2, 3, 4, 5
+_CONTROL, _ADDED, _UNUSED = 3, 4, 5
 
 TENSORS = {
     "embedding": "token_embd.weight",
@@ -98,7 +95,6 @@ class GgufFile:
     """The content of a GGUF file, in terms of a published directory.
 
     Attributes:
-      config: the fields of an equivalent config.json, with the ids of special tokens.
       tokenizer: the text of an equivalent tokenizer.json.
       template: the chat template, or None.
       entries: the tensors; `start` is unused.
@@ -106,9 +102,15 @@ class GgufFile:
 
     def __init__(self, path: Path):
         self.path = path
-        gguf = _package(path)
-        if not path.is_file():
-            raise ValueError(f"{path} does not exist; check the path")
+        try:
+            import gguf
+        except ImportError:
+            raise SettingError(
+                "checkpoint",
+                str(path),
+                "requires the package gguf",
+                "install it: pip install 'dlm_jax[gguf]'",
+            ) from None
         try:
             reader = gguf.GGUFReader(path)
             values = {name: field.contents() for name, field in reader.fields.items()}
@@ -129,7 +131,7 @@ class GgufFile:
         if name not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise fields.refuse("general.architecture", name, f"is not read; only {known} are")
-        self.config = self._config(fields, name)
+        self._fields_of_config = self._config(fields, name)
         self.tokenizer = _tokenizer_json(fields)
         self.template = fields.take("tokenizer.chat_template", str, "") or None
 
@@ -146,17 +148,15 @@ class GgufFile:
             ) from None
         return TensorLocation(self.path, dtype, 0, shape)
 
-    def check(self, ignore: Collection[str] = ()) -> None:
-        """Raises ValueError for metadata of the architecture that is not read and may have an
-        effect, except for the keys in `ignore`.
+    def read_config(self, ignore: Collection[str] = ()) -> dict[str, Any]:
+        """The fields of an equivalent config.json, with the ids of special tokens.
+
+        Raises ValueError for metadata of the architecture that is not read and may have an effect,
+        except for the keys in `ignore`.
         """
         fields = self._fields
         fields.finish(_IDLE | {key.removeprefix(fields.within) for key in ignore})
-
-    @property
-    def unread(self) -> frozenset[str]:
-        """The keys of the architecture's metadata that are not read."""
-        return frozenset(self._fields.within + name for name in self._fields.unread)
+        return self._fields_of_config
 
     def read(self, name: str) -> np.ndarray:
         """The dequantised tensor, in the dtype of its entry."""
@@ -202,9 +202,6 @@ class GgufFile:
         if TENSORS["embedding"] not in self.entries:
             raise ValueError(f"{self.path} lacks the tensor 'token_embd.weight'; download it again")
         vocab_size = self.entries["token_embd.weight"].shape[0]
-        is_shifted = fields.take("diffusion.shift_logits", bool, name == "dream")
-        if is_shifted != (name == "dream"):
-            raise fields.refuse("diffusion.shift_logits", is_shifted, f"is not that of {name}")
         config: dict[str, Any] = {"architectures": [architecture], "rope_theta": theta}
         config |= {"rms_norm_eps": epsilon, "vocab_size": vocab_size} | _special_ids(fields)
         if name == "llada":
@@ -257,28 +254,16 @@ class GgufFile:
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(path: Path, time: int, size: int) -> GgufFile:
-    del time, size
+def _opened(path: Path, time: int) -> GgufFile:
+    del time
     return GgufFile(path)
 
 
 def opened(path: Path) -> GgufFile:
     """The content of a file. The last file is cached, because parsing takes seconds."""
-    stat = path.stat() if path.exists() else None
-    return _opened(path, stat.st_mtime_ns if stat else 0, stat.st_size if stat else 0)
-
-
-def _package(path: Path) -> ModuleType:
-    try:
-        import gguf
-    except ImportError:
-        raise SettingError(
-            "checkpoint",
-            str(path),
-            "requires the package gguf",
-            "install it: pip install 'dlm_jax[gguf]'",
-        ) from None
-    return gguf
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; check the path")
+    return _opened(path, path.stat().st_mtime_ns)
 
 
 def _scaling(fields: FileFields) -> dict[str, Any] | None:
@@ -312,47 +297,17 @@ def _special_ids(fields: FileFields) -> dict[str, Any]:
 
 
 def _tokenizer_json(fields: FileFields) -> str:
-    """The tokenizer.json of the fields ``tokenizer.ggml``."""
+    """The tokenizer.json of the fields ``tokenizer.ggml``, a byte-level BPE."""
     kind = fields.take("tokenizer.ggml.model", str)
-    if kind not in _MODELS:
-        known = " and ".join(_MODELS)
-        raise fields.refuse("tokenizer.ggml.model", kind, f"is not read; only {known} are")
+    pre = fields.take("tokenizer.ggml.pre", str, "default")
+    for name, value, known in (("model", kind, ("gpt2",)), ("pre", pre, _PATTERNS)):
+        if value not in known:
+            reason = f"is not read; only {', '.join(known)} are"
+            raise fields.refuse(f"tokenizer.ggml.{name}", value, reason)
     tokens = fields.take("tokenizer.ggml.tokens", list)
     kinds = fields.take("tokenizer.ggml.token_type", list, [1] * len(tokens))
-    if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise ValueError(
-            f"{fields.where}: tokenizer.ggml.tokens repeats a token or differs in length from "
-            "token_type; download it again"
-        )
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [
-        flags | {"id": id_, "content": token, "special": kinds[id_] != _ADDED}
-        for id_, token in enumerate(tokens)
-        if kinds[id_] in (_UNKNOWN, _CONTROL, _ADDED)
-    ]
-    vocabulary = {token: id_ for id_, token in enumerate(tokens) if kinds[id_] != _UNUSED}
-    data = {"version": "1.0", "added_tokens": added} | _MODELS[kind](fields, vocabulary)
-    bos_id = fields.values.get("tokenizer.ggml.bos_token_id", -1)
-    adds_bos = fields.take("tokenizer.ggml.add_bos_token", bool, data.pop("adds_bos"))
-    if adds_bos and 0 <= bos_id < len(tokens):
-        bos = {"id": tokens[bos_id], "ids": [bos_id], "tokens": [tokens[bos_id]]}
-        special = {"SpecialToken": {"id": tokens[bos_id], "type_id": 0}}
-        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-        data["post_processor"] = {
-            "type": "TemplateProcessing",
-            "special_tokens": {tokens[bos_id]: bos},
-            "single": [special, first],
-            "pair": [special, first, second],
-        }
-    return json.dumps(data)
-
-
-def _byte_level(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[str, Any]:
-    """The parts of tokenizer.json for a byte-level BPE."""
-    pre = fields.take("tokenizer.ggml.pre", str, "default")
-    if pre not in _PATTERNS:
-        known = ", ".join(_PATTERNS)
-        raise fields.refuse("tokenizer.ggml.pre", pre, f"is not read; only {known} are")
+    is_llama = pre == "llama-bpe"
     bytes_of = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -363,67 +318,33 @@ def _byte_level(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[str, 
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in _PATTERNS[pre]
     ]
-    # The tokenizer.json of Qwen composes characters first, though llama.cpp does not.
-    normalizer = {"type": "NFC"} if pre in ("qwen2", "deepseek-r1-qwen") else None
-    return {
-        "normalizer": normalizer,
+    data: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [
+            flags | {"id": id_, "content": token, "special": kinds[id_] == _CONTROL}
+            for id_, token in enumerate(tokens)
+            if kinds[id_] in (_CONTROL, _ADDED)
+        ],
+        # The tokenizer.json of Qwen composes characters first, though llama.cpp does not.
+        "normalizer": {"type": "NFC"} if "qwen" in pre else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_of]},
         "decoder": bytes_of,
         "model": {
             "type": "BPE",
-            "vocab": vocabulary,
-            "ignore_merges": pre in _LLAMA3,
+            "vocab": {token: id_ for id_, token in enumerate(tokens) if kinds[id_] != _UNUSED},
+            "ignore_merges": is_llama,
             "merges": fields.take("tokenizer.ggml.merges", list),
         },
-        "adds_bos": pre in _LLAMA3,
     }
-
-
-def _sentencepiece(fields: FileFields, vocabulary: Mapping[str, int]) -> dict[str, Any]:
-    """The parts of tokenizer.json for a SentencePiece BPE with bytes for unknown characters.
-
-    SentencePiece merges the pair with the highest score, so the merges are in the order of the
-    scores of their results.
-    """
-    scores = fields.take("tokenizer.ggml.scores", list)
-    if len(scores) != len(fields.values["tokenizer.ggml.tokens"]):
-        raise fields.refuse("tokenizer.ggml.scores", len(scores), "is not the number of tokens")
-    if fields.take("tokenizer.ggml.remove_extra_whitespaces", bool, False):
-        raise fields.refuse("tokenizer.ggml.remove_extra_whitespaces", True, "is not implemented")
-    ranked = []
-    for token, id_ in vocabulary.items():
-        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        pairs = [pair for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
-        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        ranked += [(-scores[id_], id_, pair) for pair in pairs]
-    ranked.sort(key=lambda entry: entry[:2])
-    has_prefix = fields.take("tokenizer.ggml.add_space_prefix", bool, True)
-    prefix = [{"type": "Prepend", "prepend": "\u2581"}] if has_prefix else []
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
-    back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-    kinds = fields.values.get("tokenizer.ggml.token_type") or [1] * len(scores)
-    unknown = next((token for token, id_ in vocabulary.items() if kinds[id_] == _UNKNOWN), None)
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
-        "pre_tokenizer": None,
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
-        },
-        "model": {
-            "type": "BPE",
-            "vocab": vocabulary,
-            "merges": [list(pair) for *_, pair in ranked],
-            "byte_fallback": True,
-            "fuse_unk": True,
-            "unk_token": unknown,
-        },
-        "adds_bos": True,
-    }
-
-
-_MODELS: dict[str, Callable[[FileFields, Mapping[str, int]], dict[str, Any]]] = {
-    "gpt2": _byte_level,
-    "llama": _sentencepiece,
-}
+    bos_id = fields.values.get("tokenizer.ggml.bos_token_id", -1)
+    if fields.take("tokenizer.ggml.add_bos_token", bool, is_llama) and 0 <= bos_id < len(tokens):
+        bos = {"id": tokens[bos_id], "ids": [bos_id], "tokens": [tokens[bos_id]]}
+        special = {"SpecialToken": {"id": tokens[bos_id], "type_id": 0}}
+        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+        data["post_processor"] = {
+            "type": "TemplateProcessing",
+            "special_tokens": {tokens[bos_id]: bos},
+            "single": [special, first],
+            "pair": [special, first, second],
+        }
+    return json.dumps(data)

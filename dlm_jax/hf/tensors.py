@@ -1,28 +1,24 @@
 """Loads a published model's weights from safetensors files into device arrays, and writes them.
 
-Files are mapped into memory and read one tensor at a time; nothing is unpickled.
-
-A stacked parameter is allocated on its devices and filled layer by layer in place, so that host
-memory contains at most one tensor besides mapped pages, which are released.
+Files are mapped into memory and copied tensor by tensor into the parameters; nothing is unpickled.
+Host memory contains at most the local shards of one parameter, besides mapped pages.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import functools
-import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+import safetensors.numpy
+from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
 
 from dlm_jax.distributed.partitions import map_named, named_leaves
@@ -39,8 +35,6 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """Dtypes of stored weights, by their names in files."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorLocation(NamedTuple):
@@ -68,50 +62,29 @@ class Shards:
     """
 
     def __init__(self, directory: Path, name_of: Callable[[str], str] = str):
+        files = {SINGLE}
+        if (directory / INDEX).exists():
+            files = set(map(str, (read_json(directory / INDEX).get("weight_map") or {}).values()))
+        elif not (directory / SINGLE).exists():
+            raise ValueError(
+                f"{directory} has neither {SINGLE} nor {INDEX}; use a directory with safetensors "
+                "weights (other formats contain code, which is never run)"
+            )
         self.entries: dict[str, TensorLocation] = {}
-        for file, names in _files(directory).items():
-            entries = _header(file)
-            for verb, others, does in (
-                ("lacks", set(names) - set(entries), "lists"),
-                ("holds", set(entries) - set(names or entries), "does not list"),
-            ):
-                if others:
-                    raise ValueError(
-                        f"{file} {verb} the tensor {min(others)!r}, which {INDEX} {does}; download "
-                        "both again"
-                    )
-            for name in names or entries:
+        for file in sorted(files):
+            if Path(file).name != file:
+                raise ValueError(
+                    f"{directory / INDEX}: weight_map refers to {file!r}, which is not a file of "
+                    "this directory"
+                )
+            for name, entry in _header(directory / file).items():
                 if usual := name_of(name):
-                    self.entries[usual] = entries[name]
+                    self.entries[usual] = entry
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as a view of its file; deleting the view releases the mapped pages."""
         file, dtype, start, shape = self.entries[name]
         return np.memmap(file, dtype, "r", start, shape)
-
-
-def _files(directory: Path) -> dict[Path, list[str]]:
-    """The weights files, and the tensors that each must contain; an empty list means any."""
-    if not (directory / INDEX).exists():
-        if (directory / SINGLE).exists():
-            return {directory / SINGLE: []}
-        raise ValueError(
-            f"{directory} has neither {SINGLE} nor {INDEX}; use a directory with safetensors "
-            f"weights (other formats contain code, which is never run)"
-        )
-    index = read_json(directory / INDEX)
-    where = index.get("weight_map")
-    if not isinstance(where, dict) or not where:
-        raise ValueError(f"{directory / INDEX} has no field 'weight_map'; download it again")
-    files: dict[Path, list[str]] = {}
-    for name, file in where.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith("safetensors"):
-            raise ValueError(
-                f"{directory / INDEX}: weight_map refers to {file!r}, which is not a safetensors "
-                "file of this directory"
-            )
-        files.setdefault(directory / file, []).append(name)
-    return files
 
 
 def _header(file: Path) -> dict[str, TensorLocation]:
@@ -153,58 +126,32 @@ Finish = Callable[[str, Any], Any]
 
 
 def check_tensors(
-    shards: Tensors,
+    tensors: Tensors,
     pieces: Mapping[str, list[TensorPart]],
     *,
-    redundant: Mapping[str, str] = {},
     where: str,
-    config: str = "config.json",
+    unused: Collection[str] = (),
 ) -> None:
-    """Raises ValueError for missing or unexpected tensors and wrong shapes. `config` is the name of
-    the file that determines them.
+    """Raises ValueError for missing or unexpected tensors and wrong shapes; `unused` may be there.
 
-    `redundant` tensors may be present and are ignored, but must equal the tensors that they map to.
+    `where` is the name of the directory.
     """
-    shapes, stored = tensor_shapes(pieces), shards.entries
-    surplus = set(stored) - set(shapes) - set(redundant)
+    shapes, stored = tensor_shapes(pieces), tensors.entries
+    surplus = stored.keys() - shapes.keys() - set(unused)
     surplus = {name for name in surplus if not name.endswith("rotary_emb.inv_freq")}
-    for verb, names, does in (
-        ("lacks", set(shapes) - set(stored), "implies"),
-        ("holds", surplus, "excludes"),
-    ):
+    for verb, names in (("lacks", shapes.keys() - stored.keys()), ("holds", surplus)):
         if names:
-            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise ValueError(
-                f"{where} {verb} the tensor {min(names)!r}{more}, which {config} {does}"
-            )
+            raise ValueError(f"{where} {verb} the tensor {min(names)!r}, unlike its config")
     for name, shape in shapes.items():
         if stored[name].shape != shape:
             raise ValueError(
-                f"{where}: the tensor {name!r} has shape {brief(stored[name].shape)}, but {config} "
-                f"requires {shape}"
+                f"{where}: the tensor {name!r} has shape {brief(stored[name].shape)}, but the "
+                f"config requires {shape}"
             )
-    for name, other in redundant.items():
-        if name in stored and not (
-            stored[name].shape == stored[other].shape
-            and _are_equal(shards.read(name), shards.read(other))
-        ):
-            raise ValueError(
-                f"{where}: config.json ties the tensor {name!r} to {other!r}, but they differ; "
-                "untie them in a copy of config.json to use the tensor, or remove it"
-            )
-
-
-def _are_equal(first: np.ndarray, second: np.ndarray) -> bool:
-    """Returns whether two matrices have the same values, compared in parts to save memory."""
-    parts = (slice(row, row + _ROWS) for row in range(0, len(first), _ROWS))
-    return all(
-        np.array_equal(first[at].astype(np.float32), second[at].astype(np.float32), equal_nan=True)
-        for at in parts
-    )
 
 
 def read_params(
-    shards: Tensors,
+    tensors: Tensors,
     pieces: Mapping[str, list[TensorPart]],
     abstract: Params,
     *,
@@ -222,39 +169,46 @@ def read_params(
     def read(path: str, leaf: Any) -> Any:
         parts, kind = pieces[path], dtype
         if kind is None:
-            kinds = {shards.entries[piece.tensor].dtype for piece in parts}
+            kinds = {tensors.entries[piece.tensor].dtype for piece in parts}
             kind = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
+
+        def shard(index: Any) -> np.ndarray:
+            spans = [at.indices(size) for at, size in zip(index, leaf.shape, strict=True)]
+            return _read_shard(tensors, parts, [slice(*span[:2]) for span in spans], kind)
+
         sharding = place(path, leaf.shape)
-        if sharding is None and jax.default_backend() == "cpu":
-            parameter = _on_host(shards, parts, leaf.shape, kind)
-        elif parts[0].place == ():
-            parameter = _put(shards, parts[0], leaf.shape, kind, sharding)
+        if sharding is None:
+            parameter = jax.device_put(shard((slice(None),) * leaf.ndim))
         else:
-            parameter = _stacked(shards, parts, leaf.shape, kind, sharding)
+            parameter = jax.make_array_from_callback(leaf.shape, sharding, shard)
         return jax.block_until_ready(finish(path, parameter))
 
     map_named(finish, abstract)
     return map_named(read, abstract)
 
 
-def _on_host(
-    shards: Tensors, parts: list[TensorPart], shape: tuple[int, ...], dtype: np.dtype
-) -> jax.Array:
-    """A parameter on the CPU; several threads copy its pieces directly to their final positions."""
+def _read_shard(
+    tensors: Tensors, parts: list[TensorPart], spans: list[slice], dtype: np.dtype
+) -> np.ndarray:
+    """The part of a parameter in `spans`; several threads copy its pieces to their positions."""
+    shape = [span.stop - span.start for span in spans]
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
     whole = memory[first : first + size].view(dtype).reshape(shape)
+    depth = len(parts[0].place)
+    inner = tuple(spans[depth:])
 
     def fill(piece: TensorPart) -> None:
-        stored = shards.read(piece.tensor)[piece.part]
-        _copy(stored.astype(dtype, copy=False), whole[piece.place], piece.is_transposed)
+        place = [at - span.start for at, span in zip(piece.place, spans, strict=False)]
+        if all(0 <= at < end for at, end in zip(place, shape, strict=False)):
+            stored = tensors.read(piece.tensor)[piece.part]
+            stored = stored[inner[::-1] if piece.is_transposed else inner]
+            _copy(stored.astype(dtype, copy=False), whole[tuple(place)], piece.is_transposed)
 
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        for done in [pool.submit(fill, piece) for piece in parts]:
-            done.result()
-    # The memory is not modified later, so the array can alias it.
-    return jax.device_put(whole)
+        list(pool.map(fill, parts))
+    return whole
 
 
 def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
@@ -272,72 +226,19 @@ def _copy(stored: np.ndarray, target: np.ndarray, is_transposed: bool) -> None:
         np.copyto(target[:, row : row + _ROWS], np.asarray(turned))
 
 
-def _stacked(
-    shards: Tensors,
-    parts: list[TensorPart],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    sharding: Sharding | None,
-) -> jax.Array:
-    depth, inner = len(parts[0].place), sharding
-    if isinstance(sharding, NamedSharding):
-        spec = PartitionSpec(*sharding.spec[depth:])
-        inner = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    stack = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
-    for piece in parts:
-        part = _put(shards, piece, shape[depth:], dtype, inner)
-        stack = _writer(sharding)(stack, part, np.array(piece.place, np.int32))
-    return stack
-
-
-@functools.cache
-def _writer(sharding: Sharding | None) -> Callable[..., jax.Array]:
-    def write(stack: jax.Array, part: jax.Array, place: jax.Array) -> jax.Array:
-        start = (*place, *(0,) * part.ndim)
-        return jax.lax.dynamic_update_slice(
-            stack, part.reshape((1,) * len(place) + part.shape), start
-        )
-
-    return jax.jit(write, donate_argnums=0, out_shardings=sharding)
-
-
-def _put(
-    shards: Tensors,
-    piece: TensorPart,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    sharding: Sharding | None,
-) -> jax.Array:
-    """One piece as a device array, transposed if the parameter is stored transposed."""
-    stored = shards.read(piece.tensor)[piece.part]
-    view = stored.T if piece.is_transposed else stored
-
-    def part(index: Any) -> np.ndarray:
-        return view[index].astype(dtype, copy=False)
-
-    if sharding is None:
-        array = jnp.array(part(...), copy=True)
-    else:
-        array = jax.make_array_from_callback(shape, sharding, part)
-    return array.block_until_ready()
-
-
 def write_weights(
     directory: Path, params: Params, pieces: Mapping[str, list[TensorPart]], max_bytes: int
 ) -> None:
     """Writes safetensors files of at most `max_bytes` bytes each, or of one tensor."""
     values = dict(named_leaves(params))
-    shapes = tensor_shapes(pieces)
-    parts: dict[str, list[tuple[TensorPart, Any]]] = {name: [] for name in shapes}
+    parts: dict[str, list[tuple[TensorPart, Any]]] = {}
     for path, of_path in pieces.items():
-        if values[path].dtype not in _NAMES:
-            raise ValueError(
-                f"parameter {path} is {values[path].dtype}; only {', '.join(DTYPES)} are written"
-            )
         for piece in of_path:
-            parts[piece.tensor].append((piece, values[path]))
-    dtypes = {name: np.dtype(first[0][1].dtype) for name, first in parts.items()}
-    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
+            parts.setdefault(piece.tensor, []).append((piece, values[path]))
+    shapes = tensor_shapes(pieces)
+    sizes = {
+        name: math.prod(shape) * parts[name][0][1].dtype.itemsize for name, shape in shapes.items()
+    }
     files: list[list[str]] = [[]]
     room = max_bytes
     for name, size in sizes.items():
@@ -349,23 +250,14 @@ def write_weights(
     where = {}
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
+        tensors = {}
+        for name in names:
+            tensors[name] = np.empty(shapes[name], parts[name][0][1].dtype)
+            for piece, value in parts[name]:
+                value = np.asarray(value[piece.place] if piece.place else value)
+                tensors[name][piece.part] = value.T if piece.is_transposed else value
+        safetensors.numpy.save_file(tensors, directory / file, {"format": "pt"})
         where |= dict.fromkeys(names, file)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        ends = [0, *itertools.accumulate(sizes[name] for name in names)]
-        for name, span in zip(names, itertools.pairwise(ends), strict=True):
-            kind = _NAMES[dtypes[name]]
-            header[name] = {"dtype": kind, "shape": shapes[name], "data_offsets": span}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with (directory / file).open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                # One tensor at a time, so that the host's memory holds no whole file.
-                whole = np.empty(shapes[name], dtypes[name])
-                for piece, value in parts[name]:
-                    value = np.asarray(value[piece.place] if piece.place else value)
-                    whole[piece.part] = value.T if piece.is_transposed else value
-                stream.write(whole.tobytes())
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -270,9 +270,9 @@ def load(
         published directory are quantised one at a time as they are read.
       ignore_config: names of fields in the config.json of a published directory that are not read.
         A field that this library does not implement is an error otherwise.
-      report: function that is called with one line for each skipped damaged checkpoint, with one
-        line each that lists the recommended settings and the ignored fields of a published
-        directory, and with one line about parameters that `Network.axes` does not declare.
+      report: function that is called with one line for each skipped damaged checkpoint, with a
+        line that lists the recommended settings of a published directory, and with one about
+        parameters that `Network.axes` does not declare.
 
     Raises:
       ValueError: the path contains no usable model, the mesh does not fit the devices, the dtype is
@@ -307,8 +307,6 @@ def load(
             axes = axes_of(build(read_model(Path(path), ignore_config)[1]))
         finish = (lambda path, leaf: leaf) if quantize is None else quantizer(quantize, axes)
         found = read_published(path, dtype=to, place=sharding, finish=finish, ignore=ignore_config)
-        if found.ignored:
-            say(f"{path}: ignored {', '.join(found.ignored)} (config.json)")
         if found.settings:
             settings = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
             say(f"{path} recommends {settings} (generation_config.json)")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from dlm_jax.moved import moved_member
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
 from dlm_jax.sampling.commit.commit_rule import OrderRule
 from dlm_jax.sampling.commit.orders import NoiseSchedule
@@ -454,11 +453,6 @@ def _slot_of(cls: type[Rule]) -> str:
     for name in (*required, *(n for n in dir(cls) if _is_abstract(getattr(cls, n)))):
         owner = next(c for c in cls.__mro__ if name in vars(c))
         raise ValueError(f"rule {cls.__name__} lacks {name}(), which {owner.__name__} requires")
-    ours = [c for c in cls.__mro__ if f"{c.__module__}.".startswith("dlm_jax.")]
-    for name in dir(cls):
-        is_old = not any(name in vars(c) for c in ours)
-        if is_old and (advice := moved_member(slot, name)):
-            raise ValueError(f"rule {cls.__name__} defines {name}, {advice}")
     if isinstance(rewrites := getattr(cls, "rewrites", None), bool):
         raise ValueError(
             f"rule {cls.__name__} has rewrites={rewrites}; use the largest number of steps that a "

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from dlm_jax.moved import moved_structure
 from dlm_jax.settings import UNSET, SettingError
 from dlm_jax.structured.regex import LONGEST, ByteAutomaton, compile_regex
 
@@ -316,8 +315,6 @@ class Structures:
         return future is not None and future.done()
 
     def _compile(self, pattern: str) -> Automaton:
-        if advice := moved_structure(pattern):
-            raise SettingError("structure", pattern[:100], advice)
         try:
             letters = compile_regex(pattern, most_states=_MOST_BYTE_STATES)
             automaton = self._over_tokens(letters, pattern)

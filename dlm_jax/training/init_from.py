@@ -205,14 +205,13 @@ def load_initial_params(
     where = f"train.init_from={source}"
     if is_published(source):
         return _load_published(source, config, fresh, tokenizer, report)
-    for name, value in (("mask_like", train.mask_like), ("ignore_config", train.ignore_config)):
-        if value:
-            raise SettingError(
-                f"train.{name}",
-                value,
-                "has no effect, because train.init_from is not a published model",
-                "remove it",
-            )
+    if train.ignore_config:
+        raise SettingError(
+            "train.ignore_config",
+            train.ignore_config,
+            "has no effect, because train.init_from is not a published model",
+            "remove it",
+        )
     params, meta = load_any(source, report=report)
     if (broken := not_finite(params)) is not None:
         raise ValueError(f"{where}: its parameter {broken} is not finite; use another model")
@@ -264,14 +263,12 @@ def _load_published(
         place=lambda path, shape: shardings.get(path),
         ignore=train.ignore_config,
         adds_mask=_adds_mask(config.model),
-        mask_like=train.mask_like,
     ).params
     theirs = read_model(Path(source), train.ignore_config)[1]
-    if train.mask_like or (_adds_mask(config.model) and tokenizer.mask_id >= theirs.vocab_size):
-        begins = f"that of {train.mask_like}" if train.mask_like else "the mean of the others"
+    if _adds_mask(config.model) and tokenizer.mask_id >= theirs.vocab_size:
         report(
             f"train.init_from={source} has no MASK; MASK is added as id {tokenizer.mask_id}, whose "
-            f"embedding is {begins}"
+            "embedding is the mean of the others"
         )
     lacking = [name for name in fresh if name not in params]
     if "head" in lacking or set(params) - set(fresh):

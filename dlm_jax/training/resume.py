@@ -34,7 +34,7 @@ otherwise in ``train.out_dir``. The directory contains one checkpoint."""
 
 LOCAL = frozenset({"data.source", "data.cache_dir"})
 """Settings that may differ between the processes of a run."""
-ONCE_SAVED = frozenset({"data.source", "train.init_from", "train.mask_like", "train.ignore_config"})
+ONCE_SAVED = frozenset({"data.source", "train.init_from", "train.ignore_config"})
 """Settings that a resumed run may change only after its first checkpoint."""
 
 Report = Callable[[str], None]

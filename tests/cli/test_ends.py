@@ -1,13 +1,11 @@
 """How the programs end: each kind of end has its own exit code, and no closed stream is a crash."""
 
-import ast
 import dataclasses
 import errno
 import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import jax
@@ -16,11 +14,9 @@ import pytest
 import saved_model
 import toy_model
 
-import dlm_jax
-from dlm_jax.cli import common, ends, evaluation, exporter, sample
+from dlm_jax.cli import ends, evaluation, exporter, sample
 from dlm_jax.cli.ends import End, NotFiniteError, program, refusals
 from dlm_jax.distributed import processes
-from dlm_jax.store import not_finite, save_weights
 
 ROOT = Path(__file__).parents[2]
 CLI = ROOT / "dlm_jax" / "cli"
@@ -90,15 +86,6 @@ def test_a_lost_process_has_the_code_that_the_watch_gives():
     assert End.LOST == processes.EXIT_LOST
 
 
-def test_no_program_ends_with_a_bare_number():
-    for path in CLI.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name in ("main", "finish", "sample_file"):
-                for inner in ast.walk(node):
-                    if isinstance(inner, ast.Return) and path.name != "settings.py":
-                        assert not isinstance(inner.value, ast.Constant), (path, node.name)
-
-
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
     """Runs of the toy model with one value that is no number, in a parameter each."""
@@ -116,20 +103,13 @@ def poisoned(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["nan", "inf"])
-def test_a_parameter_that_is_no_number_is_found_by_its_path(poisoned, name):
-    path = not_finite(dlm_jax.load(poisoned[name]).params)
-    assert path == "blocks/attention/query/kernel"
-    assert not_finite(toy_model.MODEL.params) is None
-
-
-@pytest.mark.parametrize("name", ["nan", "inf"])
 @pytest.mark.parametrize(
     ("run", "flags"),
     [
         (sample.main, []),
         (sample.main, ["--watch"]),
         (sample.main, ["--prompts", "IN", "--output", "OUT"]),
-        (evaluation.main, ["--continuation", "The cat sat."]),
+        (evaluation.main, ["--text", "IN"]),
     ],
 )
 def test_a_model_that_is_not_finite_says_so_and_ends_with_1(
@@ -157,20 +137,9 @@ def test_finite_parameters_whose_logits_overflow_end_with_1_too(tmp_path, capsys
     assert sample.main([*run, *files]) == End.NOT_FINITE
     assert '"status": "non_finite"' in (tmp_path / "out.jsonl").read_text()
     capsys.readouterr()
-    assert evaluation.main([*run, "--continuation", "The cat sat."]) == End.NOT_FINITE
+    (tmp_path / "text.txt").write_text("The cat sat.")
+    assert evaluation.main([*run, "--text", str(tmp_path / "text.txt")]) == End.NOT_FINITE
     assert "the score is not finite" in capsys.readouterr().err
-
-
-def test_a_model_that_is_not_finite_cannot_be_exported(poisoned, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        exporter.main(
-            ["--checkpoint", str(poisoned["nan"]), "--out", str(tmp_path / "x.safetensors")]
-        )
-    assert ended.value.code == 2
-    assert "does not fit in float32" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="does not fit"):
-        save_weights(tmp_path / "x.safetensors", {"a": np.array([np.nan])}, {})
 
 
 @pytest.mark.parametrize(
@@ -191,26 +160,6 @@ def test_a_full_disk_ends_with_5_and_is_no_refusal(tmp_path, capsys, monkeypatch
     err = capsys.readouterr().err
     assert "out.safetensors: No space left on device; " in err
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("cache", [None, "/proc"])
-def test_a_user_without_a_home_or_with_one_of_read_only_has_no_cache_of_programs(
-    monkeypatch, cache
-):
-    def homeless(path):
-        if str(path).startswith("~"):
-            raise RuntimeError("Could not determine home directory.")
-        return path
-
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if cache is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", cache)
-    monkeypatch.setattr(common.Path, "expanduser", homeless)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    before = jax.config.jax_compilation_cache_dir
-    common.start_jax()
-    assert jax.config.jax_compilation_cache_dir == before
 
 
 PRINTER = """
@@ -237,17 +186,11 @@ def _shell(redirected, *, lines=3, **environment):
     return done.stdout.decode(), done.stderr.decode()
 
 
-@pytest.mark.parametrize("redirected", ["2>&-", "2>/dev/full", "", "2>/dev/null <&-"])
+@pytest.mark.parametrize("redirected", ["2>&-", ""])
 def test_texts_are_printed_whatever_becomes_of_the_messages(redirected):
     out, err = _shell(redirected, PYTHONIOENCODING="utf-8")
     assert out == "\u00e4\\ud800 \u2028 text\n" * 3 + "code 0\n"
     assert err == ("" if "2>" in redirected else "messages\nmore\n")
-
-
-def test_an_encoding_that_lacks_a_character_gets_its_escape():
-    out, err = _shell("", PYTHONIOENCODING="ascii")
-    assert out == "\\xe4\\ud800 \\u2028 text\n" * 3 + "code 0\n"
-    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -257,9 +200,8 @@ def test_an_encoding_that_lacks_a_character_gets_its_escape():
         (">&-", End.REFUSED, "error: standard output is closed"),
     ],
 )
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_texts_that_cannot_be_printed_are_told_of(redirected, code, said, unbuffered):
-    out, err = _shell(redirected, PYTHONUNBUFFERED=unbuffered)
+def test_texts_that_cannot_be_printed_are_told_of(redirected, code, said):
+    out, err = _shell(redirected)
     assert out == f"code {int(code)}\n"
     assert said in err
     assert "Traceback" not in err and "Exception" not in err

@@ -1,8 +1,8 @@
-"""What the programs say of flags in refusals, and of speed."""
+"""What the programs say of flags in refusals."""
 
 import pytest
 
-from dlm_jax.cli.common import naming_flags, speeds
+from dlm_jax.cli.common import naming_flags
 from dlm_jax.settings import SettingError
 
 
@@ -30,8 +30,3 @@ def test_a_refusal_of_a_setting_names_its_flag(refusal, said):
     with pytest.raises(ValueError, match=".") as error, naming_flags():
         raise refusal
     assert str(error.value) == said
-
-
-def test_speeds_are_those_of_all_the_time_and_of_what_compiling_left():
-    assert speeds(300, 10.0, 7.0) == "30 tokens/s with 7.00 s of compilation, 100 without"
-    assert speeds(0, 0.0, 0.0) == "0 tokens/s with 0.00 s of compilation, 0 without"

@@ -103,16 +103,6 @@ def test_hosts_with_other_code_are_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_hosts_that_read_other_text_are_refused(tmp_path):
-    other = tmp_path / "other.txt"
-    other.write_text(tiny_run.TEXT + "More.")
-    children = _two(tmp_path / "run", {}, {"data__source": other})
-    errors = [child.communicate(timeout=300)[1] for child in children]
-    assert [child.returncode for child in children] == [2, 2], errors
-    assert all("process 1 has a different data.source than process 0" in err for err in errors)
-    assert list(tmp_path.iterdir()) == [other]
-
-
 def test_a_host_that_is_refused_alone_ends_the_other(tmp_path):
     children = _two(tmp_path / "run", {}, {"data__source": tmp_path / "nowhere.txt"})
     errors = [child.communicate(timeout=300)[1] for child in children]
@@ -136,15 +126,6 @@ def test_two_hosts_stop_at_one_step_and_one_or_two_continue_as_if_nothing_had_be
     outcome = tiny_run.run(tmp_path / "run", **given)
     assert (outcome.reason, outcome.step) == ("finished", 40)
     assert outcome.bound == pytest.approx(expected.bound, rel=1e-3)
-
-
-def test_two_hosts_go_on_beside_a_best_model(tmp_path):
-    for steps in (12, 18):
-        children = _two(tmp_path, mesh__data=2, train__steps=steps)
-        errors = [child.communicate(timeout=200)[1] for child in children]
-        assert [child.returncode for child in children] == [0, 0], errors
-    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")
-            if record["kind"] == "evaluation"] == [6, 12, 18]  # fmt: skip
 
 
 def test_two_killed_hosts_continue_as_if_uninterrupted(tmp_path):

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import tiny_run
 
-import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli import train
 from dlm_jax.training.metrics import read_records
@@ -205,13 +204,6 @@ def test_the_config_is_printed_and_nothing_is_done(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_key_of_a_file_is_refused_with_the_nearest(tmp_path, capsys):
-    (tmp_path / "run.toml").write_text("[train]\nstepz = 3\n")
-    more = ["--config", str(tmp_path / "run.toml")]
-    line = _refusal(capsys, tmp_path / "run", *more)
-    assert "run.toml: unknown key 'train.stepz'; did you mean 'train.steps'?" in line
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -227,24 +219,6 @@ def test_bad_data_is_refused_in_one_line(tmp_path, capsys, data, message):
     line = _refusal(capsys, tmp_path / "run", data__source=path)
     assert message in line
     assert str(path) in line
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{}", "line 2 has the fields none"),
-        ('{"prompt": "a", "response": 3}', "line 2: response is not a text"),
-        ('{"prompt": "a"', "line 2 is not JSON"),
-        ('{"prompt": "aaaa", "response": "aaaaaaaaaaaaa"}', "exceed seq_len=16"),
-    ],
-)
-def test_bad_pairs_are_refused_by_file_and_line(tmp_path, capsys, line, message):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text('{"prompt": "a", "response": "b"}\n' + line + "\n" + '{"text": "c"}\n')
-    given = {"data__source": path, "data__layout": "documents"}
-    refused = _refusal(capsys, tmp_path / "run", **given)
-    assert message in refused
-    assert str(path) in refused
 
 
 def test_a_batch_that_the_devices_do_not_divide_is_refused_with_a_remedy(tmp_path):
@@ -271,35 +245,6 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys, setting):
         line = _refusal(capsys, tmp_path / "run", f"--{setting}", "/proc/x")
         assert f"{setting}=/proc/x cannot be created (No such file" in line
     assert (tmp_path / "file").read_text() == "precious"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_may_not_be_written_is_refused(tmp_path, capsys):
-    (tmp_path / "locked").mkdir(mode=0o500)
-    line = _refusal(capsys, tmp_path / "run", "--train.out_dir", str(tmp_path / "locked" / "run"))
-    assert "is not writable; choose another directory" in line
-
-
-def test_a_metrics_file_of_another_program_is_refused_and_kept(tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"loss": 3}\n')
-    line = _refusal(capsys, tmp_path / "run")
-    assert "metrics.jsonl line 1 is not a record of metrics; move the file away" in line
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_the_suggested_command_names_a_directory_that_holds_the_model(
-    tmp_path, capsys, monkeypatch, elsewhere
-):
-    place = {"train__checkpoint_dir": tmp_path / "elsewhere"} if elsewhere else {}
-    outcome = tiny_run.run(tmp_path / "run", train__steps=3, **place)
-    monkeypatch.setattr(train, "_texts", lambda *args, **settings: ())
-    assert train.finish(outcome) == 0
-    err = capsys.readouterr().err
-    (path,) = re.findall(r"sample more with: python sample.py --checkpoint (\S+)", err)
-    assert dlm_jax.load(path).max_length == 16
-    assert f"finished: {tmp_path / 'run'} holds metrics.jsonl; {path} holds checkpoints" in err
 
 
 def _two_processes(out_dir: Path, **changes: object):
@@ -336,21 +281,3 @@ def test_two_processes_train_like_one_however_they_share_the_work(tmp_path, axis
     assert outputs[1][0] == re.sub(r".*connected peer ranks.*\n", "", outputs[1][1]) == ""
     assert "sample at step 20" in outputs[0][1]
     _assert_close_records(together, alone)
-
-
-@pytest.mark.slow
-def test_two_processes_told_to_stop_stop_at_one_step_and_one_process_continues(tmp_path):
-    children = _two_processes(tmp_path, train__steps=3000, train__eval_every=0)
-    deadline = time.monotonic() + 300
-    while not read_records(tmp_path / "metrics.jsonl"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    children[1].send_signal(signal.SIGTERM)
-    outputs = [child.communicate(timeout=200) for child in children]
-    assert [child.returncode for child in children] == [128 + signal.SIGTERM] * 2, outputs
-    (step,) = re.findall(r"interrupted: saved at step (\d+)", outputs[0][1])
-    assert (tmp_path / "checkpoints" / f"step_{int(step):08d}").is_dir()
-    with pytest.MonkeyPatch.context() as patch:
-        tiny_run.stop_after(int(step) + 3, patch)
-        outcome = tiny_run.run(tmp_path, train__steps=3000, train__eval_every=0)
-    assert (outcome.reason, outcome.step) == ("interrupted", int(step) + 3)

@@ -7,7 +7,6 @@ import dlm_jax.config as configs
 from dlm_jax.config import Config
 from dlm_jax.hf import UNPUBLISHED
 from dlm_jax.inference.model import load
-from dlm_jax.objectives.corruption import SCHEDULES
 from dlm_jax.training.resume import LOCAL, ONCE_SAVED
 
 ROOT = Path(__file__).parents[2]
@@ -97,20 +96,6 @@ def test_heads_that_cannot_be_or_cannot_train_are_refused_in_one_line(flags, mes
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"heads.sampler_reveal": "1"},
-        {"heads.sampler_reveal": "0", "heads.critic_alpha": "0"},
-        {"heads.start_critic_iteration": "7", "heads.end_critic_iteration": "3"},
-        SAMPLER | BEGUN | {"heads.train_main": "false"},
-        CRITIC | BEGUN | {"heads.train_main": "false"},
-    ],
-)
-def test_heads_at_the_ends_of_their_ranges_are_accepted(flags):
-    configs.load(None, flags)
-
-
 def test_the_defaults_have_no_heads_and_train_what_there_is_from_the_start():
     """The defaults of the rules in docs/."""
     model, heads = Config().model, Config().heads
@@ -142,7 +127,7 @@ def test_a_missing_file_is_named():
 def test_a_shipped_config_is_found_by_its_name_wherever_one_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert configs.load("quickstart") == configs.load(ROOT / "configs" / "quickstart.toml")
-    with pytest.raises(ValueError, match="quickstrat does not exist.* did you mean 'quickstart'"):
+    with pytest.raises(ValueError, match="quickstrat does not exist.*; did you mean 'quickstart'"):
         configs.load("quickstrat")
     # A file of that name comes first, a folder does not.
     (tmp_path / "shakespeare").mkdir()
@@ -157,38 +142,16 @@ def test_every_config_of_the_checkout_is_shipped():
     }
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"train.steps": "2"}, "command line: --train.steps 2: optim.warmup_steps=3 is not less"),
-        ({"train.steps": "2", "model.depth": "1"}, "command line: --train.steps 2: optim.warm"),
-        ({"model.depth": "0"}, "command line: --model.depth 0: model.depth=0 is outside [1, 4096]"),
-        ({"sample.top_p": "2"}, "command line: --sample.top_p 2: top_p=2.0 is outside"),
-        ({"sample.order": "randon"}, "command line: --sample.order='randon' is not one of"),
-        ({"model.attention_type": "causal"}, "command line: --model.attention_type causal: model"),
-    ],
-)
-def test_an_error_names_the_flag_where_the_flag_is_at_fault_and_not_the_file(
-    tmp_path, overrides, message
-):
+def test_an_error_names_the_command_line_where_a_flag_is_at_fault_and_not_the_file(tmp_path):
     path = _write(tmp_path, "[train]\nsteps = 200\n[optim]\nwarmup_steps = 3\n")
-    with pytest.raises(ValueError, match="^command line: ") as error:
-        configs.load(path, overrides)
-    assert str(error.value).startswith(message)
-    assert "run.toml" not in str(error.value)
+    with pytest.raises(ValueError, match=r"^command line: optim\.warmup_steps=3 is not less"):
+        configs.load(path, {"train.steps": "2"})
 
 
 def test_an_error_of_the_file_names_the_file_though_there_are_flags(tmp_path):
     path = _write(tmp_path, "[train]\nsteps = 2\n[optim]\nwarmup_steps = 3\n")
     with pytest.raises(ValueError, match=r"run\.toml: optim\.warmup_steps=3 is not less than"):
         configs.load(path, {"model.depth": "1"})
-
-
-def test_configs_of_models_that_should_stop_let_them():
-    """A model of documents learns where to stop, which a ban of EOS would keep it from."""
-    for name in configs.shipped():
-        config = configs.load(name)
-        assert not (config.data.layout == "documents" and config.sample.ignore_eos), name
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.toml")), ids=lambda path: path.name)
@@ -217,10 +180,6 @@ def test_a_resumed_run_may_change_what_leaves_its_result_alone():
 def test_sets_of_settings_name_settings():
     for keys in (LOCAL, ONCE_SAVED, {f"model.{key}" for key in UNPUBLISHED}):
         assert keys <= set(configs.SETTINGS)
-
-
-def test_schedules_of_the_config_are_those_of_the_objectives():
-    assert set(configs.ObjectiveConfig.declared["schedule"].choices) == set(SCHEDULES)
 
 
 NUMBERS = [

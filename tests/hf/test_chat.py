@@ -8,7 +8,6 @@ import tokenizers
 
 import dlm_jax
 from dlm_jax.cli import sample
-from dlm_jax.data import HubTokenizer
 from dlm_jax.hf import ChatTemplate
 
 
@@ -152,19 +151,6 @@ def test_a_mask_that_is_not_declared_special_is_text_outside_a_template():
     assert BPE.decode(ids) == text
     assert BPE.encode_marked("a<|mask|>")[-1] == BPE.mask_id
     assert BPE.encode("<think>").tolist() == [BPE.id_of("<think>")]
-
-
-def test_a_special_that_is_a_word_of_the_vocabulary_is_refused_in_a_text():
-    word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[MASK]": 1, "b": 2}, "b"))
-    word.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer = HubTokenizer(word.to_str(), 1, 2, 2)
-    assert tokenizer.encode("a x").tolist() == [0, 2]
-    with pytest.raises(ValueError, match=r"'\[MASK\]', which this tokenizer reserves"):
-        tokenizer.encode("a [MASK]")
-    chat = ChatTemplate("[MASK] {{ messages[0].content }}", tokenizer)
-    assert chat.ids([{"role": "user", "content": "a"}]).tolist() == [1, 0]
-    with pytest.raises(ValueError, match=r"'\[MASK\]', which this tokenizer reserves"):
-        chat.ids([{"role": "user", "content": "[MASK]"}])
 
 
 END = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }} <end>{% endfor %}"

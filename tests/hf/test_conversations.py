@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import published_cases as cases
@@ -199,7 +198,7 @@ def test_the_given_part_of_a_row_is_what_sample_and_generate_send(directory, tmp
         FORMS, rows["tokens"], rows["given"], rows["length"], strict=False
     ):
         args = argparse.Namespace(chat=True, prompt=asked)
-        (request,) = make_requests(model, sample._asked(model, args), {"gen_length": 4})
+        (request,) = make_requests(model, sample._prompt_of(model, args), {"gen_length": 4})
         assert tokens[:given].tolist() == request.tokens[:given].tolist()
         assert (request.tokens[given:] == BPE.mask_id).all()
         target = [*model.tokenizer.encode(answer), end, BPE.eos_id]
@@ -292,20 +291,3 @@ def test_another_template_makes_other_files(tmp_path):
         for source in sources
     )  # fmt: skip
     assert _rows(first)["tokens"][0].tolist() != _rows(second)["tokens"][0].tolist()
-
-
-def test_the_page_about_training_shows_the_rows_of_a_conversation(
-    directory, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "path" / "to").mkdir(parents=True)
-    (tmp_path / "path" / "to" / "LLaDA-8B-Instruct").symlink_to(directory / "model")
-    monkeypatch.setenv("DLM_JAX_CACHE", str(tmp_path / "cache"))
-    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    (block,) = [one for one in page.split("```python\n")[1:] if "talks.jsonl" in one]
-    exec(compile(block.split("```")[0], "docs", "exec"), {})
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    for line in lines:
-        given, _, target = line.partition(" -> ")
-        assert target == ("'Water.'" if "shark" in given else "'Air.'")

@@ -19,7 +19,6 @@ import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.cli import exporter
 from dlm_jax.config import SamplingParams
-from dlm_jax.hf.families import family_for
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.likelihood import causal_nll
 from dlm_jax.objectives.objective import Batch
@@ -116,10 +115,8 @@ def _logits(model, ids):
 
 @pytest.mark.parametrize(
     ("is_tied", "changes"),
-    [
-        (False, {}), (True, {"mesh__fsdp": 4}), (False, {"train__mask_like": "<|end|>"}),
-    ],
-)  # fmt: skip
+    [(False, {}), (True, {"mesh__fsdp": 4})],
+)
 def test_a_full_vocabulary_gains_a_mask_with_the_mean_of_the_rows(tmp_path, is_tied, changes):
     theirs, lines = _write(tmp_path / "model", "llama", is_tied=is_tied), []
     run = prepare(_asked(tmp_path, tmp_path / "model", **changes), report=lines.append)
@@ -134,30 +131,8 @@ def test_a_full_vocabulary_gains_a_mask_with_the_mean_of_the_rows(tmp_path, is_t
     for name, stored in tables.items():
         ours = run.state.params[name]
         ours = np.asarray(ours["kernel"].T if name == "head" else ours)
-        row = stored[FULL - 1] if changes.get("train__mask_like") else stored.mean(axis=0)
         np.testing.assert_array_equal(ours[:FULL], stored)
-        np.testing.assert_allclose(ours[FULL], row, rtol=1e-5, atol=1e-6)
-
-
-def test_a_causal_run_adds_no_mask_and_tells_of_none(tmp_path):
-    _write(tmp_path / "model", "llama")
-    causal, lines = {"model__attention_type": "causal", "sample__order": "left_to_right"}, []
-    run = prepare(_asked(tmp_path, tmp_path / "model", **causal), report=lines.append)
-    run.checkpoints.close()
-    assert run.config.model.vocab_size == run.state.params["embedding"].shape[0] == FULL
-    assert not any("MASK" in line for line in lines)
-
-
-def test_a_run_from_a_model_with_a_broken_template_can_be_resumed(tmp_path):
-    _write(tmp_path / "model", "llama")
-    (tmp_path / "model" / "chat_template.jinja").write_text("{% for %}")
-    asked = _asked(tmp_path, tmp_path / "model", train__steps=1, train__eval_every=1)
-    run = prepare(asked, report=lambda line: None)
-    assert run_loop(run).reason == "finished"
-    run.checkpoints.close()
-    again = prepare(asked, report=lambda line: None)
-    again.checkpoints.close()
-    assert int(again.state.step) == 1
+        np.testing.assert_allclose(ours[FULL], stored.mean(axis=0), rtol=1e-5, atol=1e-6)
 
 
 def test_a_run_ignores_the_fields_that_it_is_told_to(tmp_path):
@@ -180,16 +155,6 @@ def test_a_run_ignores_the_fields_that_it_is_told_to(tmp_path):
                 _asked(tmp_path, source, train__ignore_config="a", train__out_dir=tmp_path / "b"),
                 report=lambda line: None,
             )
-
-
-def test_a_token_that_mask_cannot_begin_with_is_refused(tmp_path):
-    _write(tmp_path / "model", "llama")
-    wrong = _asked(tmp_path, tmp_path / "model", train__mask_like="<none>")
-    with pytest.raises(ValueError, match=r"^train\.mask_like='<none>' is not a token of"):
-        prepare(wrong, report=lambda line: None)
-    causal = {"model__attention_type": "causal", "sample__order": "left_to_right"}
-    with pytest.raises(ValueError, match="no effect with model.attention_type='causal'"):
-        _asked(tmp_path, tmp_path / "model", train__mask_like="<s>", **causal)
 
 
 @pytest.fixture(scope="module")
@@ -352,22 +317,6 @@ def _reference(out, kind, ids, block):
     with torch.no_grad():
         mask = _mask_of(ids.shape[1], block).expand(ids.shape[0], -1, -1, -1)
         return model(torch.from_numpy(ids), attention_mask=mask).logits.numpy()
-
-
-@pytest.mark.parametrize(
-    ("source", "attention", "alignment", "block"),
-    [("llama", "block_causal", "same", 4), ("qwen3", "bidirectional", "same", 0)],
-)
-def test_a_conversion_without_a_family_names_what_the_nearest_needs(
-    tmp_path, source, attention, alignment, block
-):
-    _write(tmp_path / "model", source, vocab_size=FULL + 1)
-    shape = dataclasses.replace(
-        dlm_jax.load(tmp_path / "model").config.model, attention_type=attention,
-        logit_alignment=alignment, block_length=block, start_id=-1,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"the nearest, \w+, requires model\."):
-        family_for(shape)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 
@@ -16,12 +15,10 @@ import tiny_run
 
 import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.cli import sample
-from dlm_jax.config import ModelConfig, ObjectiveConfig
+from dlm_jax.config import ModelConfig
 from dlm_jax.hf.families import family_for
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.slots import Bucket
-from dlm_jax.model import ops
 from dlm_jax.model.transformer import build
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.loop import start
@@ -162,40 +159,6 @@ def test_text_canvas_and_logits_are_those_of_the_reference(both, forward, length
     assert max(worst.values()) < 1e-5, worst
 
 
-def test_a_row_of_noise_alone_is_what_the_trunk_takes_it_for(both, forward):
-    model = both[2]
-    _, canvases = _rows((0, 0))
-    tokens, length = np.stack(canvases), np.full(2, CANVAS, np.int32)
-    hidden, cache = model.network.trunk(model.params, tokens, length, None)
-    assert cache is None
-    found = np.asarray(forward([np.zeros(0, np.int32)] * 2, canvases))[:, :CANVAS]
-    np.testing.assert_allclose(hidden, found, atol=2e-5)
-
-
-def test_accelerators_trace_one_layer_of_each_stack_and_compute_the_same(
-    both, forward, monkeypatch
-):
-    model = both[2]
-    prompts, canvases = _rows((3, 7))
-    wanted = np.asarray(forward(prompts, canvases))
-    rows = [np.concatenate(pair) for pair in zip(prompts, canvases, strict=True)]
-    tokens = np.zeros((2, LONGEST), np.int32)
-    for row, ids in enumerate(rows):
-        tokens[row, : len(ids)] = ids
-    given = model.params, tokens, np.array([len(x) for x in rows]), np.array([3, 7])
-
-    def trace():
-        return jax.jit(lambda *args: model.network.behind(*args)).trace(*given)
-
-    assert str(trace().jaxpr).count("top_k") == 2
-    monkeypatch.setattr(ops, "platform", lambda: "tpu")
-    traced = trace()
-    assert str(traced.jaxpr).count("top_k") == 2
-    found = np.asarray(traced.lower().compile()(*given))
-    for row, ids in enumerate(rows):
-        np.testing.assert_allclose(found[row, : len(ids)], wanted[row, : len(ids)], atol=2e-5)
-
-
 def test_loading_exporting_and_loading_is_the_identity(both, tmp_path):
     reference, directory, model = both
     dlm_jax.export(model, tmp_path / "out", max_shard_bytes=50_000)
@@ -222,21 +185,6 @@ def test_loading_exporting_and_loading_is_the_identity(both, tmp_path):
         assert read.num_key_value_heads == wanted.num_key_value_heads
 
 
-def test_tensors_under_the_names_of_the_encoder_are_read_too(both, tmp_path):
-    _, directory, model = both
-    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    made = safetensors.numpy.load_file(directory / "model.safetensors")
-    other = {
-        name.replace("model.decoder.", "model.encoder.language_model.")
-        if name.startswith("model.decoder.") and "scalar" not in name and "self_cond" not in name
-        else name: value
-        for name, value in made.items()
-    }
-    safetensors.numpy.save_file(other, tmp_path / "model.safetensors")
-    again = dlm_jax.load(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
-
-
 @pytest.mark.parametrize(
     ("file", "changes", "text"),
     [
@@ -245,11 +193,9 @@ def test_tensors_under_the_names_of_the_encoder_are_read_too(both, tmp_path):
         ("config", {"attention_bias": True}, "attention_bias=True is not implemented"),
         ("config", {"per_layer_config": {"2": {"head_dim": 8}}}, "only one for all full layers"),
         ("config", {"hidden_activation": "silu"}, "hidden_activation='silu' is not implemented"),
-        ("generation_config", {"max_new_tokens": "256"}, "max_new_tokens='256' must be a number"),
-        ("generation_config", {"max_denoising_steps": 0, "t_min": 0.4, "t_max": 0.8},
-         "max_denoising_steps=0 must be"),
-        ("generation_config", {"t_min": "a", "t_max": 0.8}, "t_min='a' must be a number"),
-        ("generation_config", {"sampler_config": [1]}, r"sampler_config=\[1\] is not an object"),
+        ("generation_config", {"max_new_tokens": "256"}, "generation_config.json: "),
+        ("generation_config", {"t_min": "a", "t_max": 0.8}, "generation_config.json: "),
+        ("generation_config", {"stability_threshold": 2}, "stability_threshold=2 is not impl"),
     ],
 )  # fmt: skip
 def test_fields_that_it_does_not_implement_are_refused_by_name(both, tmp_path, file, changes, text):
@@ -376,18 +322,8 @@ def test_the_directory_recommends_the_loop_and_its_file_changes_it(both, tmp_pat
     assert (read.steps, read.gen_length, read.entropy_bound) == (12, 2 * CANVAS, 0.7)
     assert (read.temperature, read.renoise_stop) == (0.8, 0.3)
     assert read.temperature_end == pytest.approx(0.2 + 0.6 / 6)
-    # The program reads what is written of it, and so does the library.
-    out = tmp_path / "out"
-    dlm_jax.export(dlm_jax.load(tmp_path), out)
-    assert dlm_jax.load(out).sample == read
-    theirs = gemma_parity.theirs.DiffusionGemmaGenerationConfig.from_pretrained(out).to_dict()
-    for name in ("max_denoising_steps", "max_new_tokens", "t_max", "confidence_threshold"):
-        assert theirs[name] == config[name], name
-    assert theirs["t_min"] == pytest.approx(0.2)
-    config["stability_threshold"] = 2
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="stability_threshold=2 is not implemented"):
-        dlm_jax.load(tmp_path)
+    dlm_jax.export(dlm_jax.load(tmp_path), tmp_path / "out")
+    assert dlm_jax.load(tmp_path / "out").sample == read
 
 
 @pytest.mark.parametrize(
@@ -406,40 +342,6 @@ def test_settings_that_canvases_do_not_support_are_refused_in_one_line(both, set
     with pytest.raises(ValueError) as caught:
         dlm_jax.generate(both[2], [{"tokens": [1]}], **(LOOP | settings))
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_tokens_given_behind_a_canvas_and_models_of_another_process_are_refused(both):
-    with pytest.raises(ValueError, match="after a hole, where a model with canvases"):
-        dlm_jax.generate(both[2], [{"template": "a<hole:2>b"}], **(LOOP | {"gen_length": 0}))
-    masked = dataclasses.replace(both[2].config, objective=ObjectiveConfig())
-    with pytest.raises(ValueError, match="entropy_renoise' writes random tokens, but the model"):
-        dlm_jax.generate(dataclasses.replace(both[2], config=masked), [{"tokens": [1]}], **LOOP)
-
-
-def test_self_conditioning_without_its_part_of_the_network_is_refused(both, tmp_path):
-    network = both[2].network
-    with pytest.raises(ValueError, match="Network.signal has no effect without Network.behind"):
-        dataclasses.replace(network, behind=None, canvas_length=0)
-    with pytest.raises(ValueError, match="Network.canvas_length=0 is not supported with"):
-        dataclasses.replace(network, canvas_length=0)
-    shutil.copytree(both[1], tmp_path, dirs_exist_ok=True)
-    made = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    made = {name: value for name, value in made.items() if "self_conditioning" not in name}
-    safetensors.numpy.save_file(made, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="self_conditioning"):
-        dlm_jax.load(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_conversation_is_answered_by_its_template(both, capsys):
-    _, directory, model = both
-    turns = [{"role": "user", "content": "hi"}]
-    assert model.chat.text(turns) == "<|start|>user hi<|end|><|start|>assistant "
-    arguments = ["--checkpoint", str(directory), "--chat", "--prompt", "hi", "--steps", "4",
-                 "--gen-length", str(CANVAS)]  # fmt: skip
-    assert sample.main(arguments) == 0
-    answer = capsys.readouterr().out
-    assert "user" not in answer and len(answer.strip("\n")) <= CANVAS
 
 
 A4B = ModelConfig(
@@ -462,14 +364,6 @@ def test_the_published_shape_has_26_billion_parameters_of_which_4_are_active():
     assert 25e9 < total < 27e9
     assert 3.5e9 < active < 4.5e9
     assert family_for(A4B).name == "diffusion_gemma"
-
-
-def test_tokens_are_not_scored_by_a_model_without_mask(both):
-    row = dlm_jax.DecodingRow(np.array([3, 4], np.int32), [1])
-    with pytest.raises(ValueError, match="tokens are scored in holes, but the model"):
-        dlm_jax.order_logprobs(both[2], [row])
-    with pytest.raises(ValueError, match="a model with canvases has no likelihood"):
-        dlm_jax.score(both[2], ["ab"])
 
 
 @pytest.mark.slow

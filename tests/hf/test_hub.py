@@ -2,22 +2,18 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import published_cases
 import pytest
-import tiny_run
 from hub_stub import serving_hub
 
 import dlm_jax
 from dlm_jax.cli import sample
 from dlm_jax.cli.server import _name_of
-from dlm_jax.hf.hub import WEIGHTS, fetched, hub_id, model_card, push_to_hub
-from dlm_jax.settings import SettingError
-from dlm_jax.store.weights import SHIPPED
+from dlm_jax.hf.hub import fetched, hub_id
 
 ROOT = Path(__file__).parents[2]
 DATA = {"modeling_llada.py": b"raise SystemExit('it was run')", "original/model.safetensors": b"x"}
@@ -103,20 +99,6 @@ def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, t
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_a_model_of_the_hub(directory, client, tmp_path):
-    given = tiny_run.flags(tmp_path / "run", train__init_from="org/m", train__steps=1)
-    flags = [f"--{name}={value}" for name, value in given.items() if name[:6] != "model."]
-    with serving_hub() as hub:
-        hub.repos["org/m"] = {"main": _files(directory)}
-        done = client(hub.url, [str(ROOT / "train.py"), *flags])
-        assert done.returncode == 0, done.stderr
-        lost = client(hub.url, [str(ROOT / "train.py"), *flags, "--train.init_from", "org/none"])
-    assert lost.returncode == 2
-    (line,) = [line for line in lost.stderr.splitlines() if line.startswith("error")]
-    assert "train.init_from='org/none' is neither a local path nor a model on the Hub" in line
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing@v1"])
 def test_the_program_refuses_what_is_not_there_in_one_line(client, name):
     with serving_hub() as hub:
@@ -165,53 +147,3 @@ def test_ids_are_told_from_paths(monkeypatch, path, found):
 
 def test_a_server_calls_a_model_of_the_hub_by_its_id():
     assert _name_of("org/m-1.5@v2") == "org/m-1.5"
-
-
-PUSH = """
-import sys
-from dlm_jax.hf.hub import push_to_hub
-print(push_to_hub(PATH, "org/new", **MORE))
-"""
-
-
-@pytest.mark.parametrize("kind", ["directory", pytest.param("weights", marks=pytest.mark.slow)])
-def test_what_is_pushed_is_loaded_again(directory, client, kind):
-    path = directory if kind == "directory" else SHIPPED["proofreader"]
-    code = f"PATH = {str(path)!r}\nMORE = {{'license': 'apache-2.0'}}\n{PUSH}"
-    with serving_hub() as hub:
-        lone = client(hub.url, code)
-        assert lone.returncode == 1 and "status 401; log in" in lone.stderr.splitlines()[-1]
-        done = client(hub.url, code, HF_TOKEN="secret")
-        assert done.returncode == 0, done.stderr
-        pushed = hub.repos["org/new"]["main"]
-        card = pushed["README.md"].decode()
-        assert "license: apache-2.0" in card and 'dlm_jax.load("org/new")' in card
-        files = _files(path) if kind == "directory" else {WEIGHTS: path.read_bytes()}
-        assert {k: v for k, v in pushed.items() if k != "README.md"} == files
-        assert done.stdout.strip().startswith(f"{hub.url}/org/new/commit/")
-        # A card that is there is its author's.
-        pushed["README.md"] = b"mine"
-        assert client(hub.url, code, HF_TOKEN="secret").returncode == 0
-        assert pushed["README.md"] == b"mine" and len(hub.messages) == 2
-        (copy,) = _told(client(hub.url, f"NAMES = ['org/new']\n{TELL}"))
-        assert (
-            _files(copy) if kind == "directory" else {WEIGHTS: Path(copy).read_bytes()}
-        ) == files
-
-
-def test_only_models_are_pushed(tmp_path):
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(SettingError, match="is neither a published directory nor a weights"):
-            push_to_hub(path, "org/m")
-    broken = tmp_path / "broken.safetensors"
-    broken.write_bytes(b"x")
-    with pytest.raises(ValueError, match="cannot be read"):
-        push_to_hub(broken, "org/m")
-
-
-def test_a_model_card_begins_with_its_front_matter(directory):
-    card = model_card(directory, "org/m")
-    head = re.match(r"---\n(.*?)\n---\n\n# m\n", card, flags=re.DOTALL)
-    assert head is not None and "library_name: dlm_jax" in head[1] and "license" not in head[1]
-    compiled = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
-    assert len(compiled) == 1 and compile(compiled[0], "card", "exec")

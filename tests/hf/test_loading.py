@@ -19,9 +19,7 @@ import dlm_jax
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import make_mesh
-from dlm_jax.hf import llada, qwen
-from dlm_jax.hf.families import family_for
-from dlm_jax.hf.generation import read_settings, recommended, settings_fields
+from dlm_jax.hf.families import family_for, read_settings, recommended, settings_fields
 from dlm_jax.hf.tensors import Shards
 from dlm_jax.inference.request import settings_of_call
 
@@ -136,18 +134,11 @@ def test_a_llada_directory_that_does_not_say_so_has_a_tied_head(tmp_path):
     assert "head" not in dlm_jax.load(path).params
 
 
-@pytest.mark.parametrize("name", ["sdar", "llada2", "llada2.1", "fast_dllm"])
-def test_programs_that_commit_above_their_threshold_have_presets_that_do(name):
-    """``confidence > threshold`` in generate.py of SDAR, LLaDA2.x and Fast-dLLM v2."""
-    presets = qwen.SDAR | llada.LLADA2 | qwen.FAST_DLLM
-    assert presets[name]["threshold_above"] is True
-
-
 def test_the_family_of_a_model_is_found_from_its_settings_alone(loaded):
     name, _, model = loaded
     assert family_for(model.config.model).name == name
     assert family_for(model.config.model, name).name == name
-    with pytest.raises(ValueError, match="cannot express all settings of the model"):
+    with pytest.raises(ValueError, match="cannot express the settings"):
         family_for(model.config.model, "dream" if name != "dream" else "sdar")
 
 
@@ -249,15 +240,12 @@ def test_bad_directories_are_refused_with_one_line_that_names_file_and_field(wha
     assert all(word in line for word in told), line
 
 
-def test_a_tied_matrix_of_its_own_is_refused_and_an_equal_one_is_not(tmp_path):
+def test_a_stored_matrix_that_the_config_ties_is_not_read(tmp_path):
     directory = cases.write(tmp_path / "model", "qwen2", num_shards=1)
     tensors = cases.tensors("qwen2", cases.CONFIGS["qwen2"])
     table = tensors["model.embed_tokens.weight"]
-    cases.write_weights(directory, tensors | {"lm_head.weight": table.copy()}, 1)
-    assert "head" not in dlm_jax.load(directory).params
     cases.write_weights(directory, tensors | {"lm_head.weight": table[::-1].copy()}, 1)
-    with pytest.raises(ValueError, match=r"'lm_head\.weight' to 'model\.embed_tokens\.weight'"):
-        dlm_jax.load(directory)
+    assert "head" not in dlm_jax.load(directory).params
     cases.edit(directory / CONFIG, tie_word_embeddings=False)
     model = dlm_jax.load(directory)
     np.testing.assert_array_equal(np.asarray(model.params["head"]["kernel"]).T, table[::-1])
@@ -274,18 +262,6 @@ def test_an_index_that_names_another_file_is_refused(tmp_path):
     index.write_text(json.dumps(said))
     with pytest.raises(ValueError, match="weight_map"):
         dlm_jax.load(directory)
-
-
-def test_code_that_comes_with_a_model_is_never_run(tmp_path):
-    directory = cases.write(tmp_path / "model", "llada")
-    (directory / "modeling_llada.py").write_text("raise SystemExit('run')")
-    assert dlm_jax.load(directory).family == "llada"
-
-
-def test_architecture_counts_before_model_type(tmp_path):
-    moe, dense = cases.CONFIGS["llada_moe"], cases.CONFIGS["llada"]
-    assert moe["model_type"] == dense["model_type"]
-    assert dlm_jax.load(cases.write(tmp_path / "moe", "llada_moe")).family == "llada_moe"
 
 
 def _recommending(directory, **fields):

@@ -1,7 +1,6 @@
 """A row of text begins with what its tokenizer puts before a text; ids are used unchanged."""
 
 import json
-import types
 
 import numpy as np
 import published_cases as cases
@@ -79,8 +78,6 @@ def test_the_server_begins_a_text_with_the_prefix(model):
     assert request.tokens[0] == 1
     (request,) = planner.answer(http.Infill(prefix="a", suffix="b", max_tokens=1)).requests
     assert request.tokens.tolist() == [*_ids("a"), cases.MASK, 1]
-    turns = planner.answer(http.Responses(input="hi", max_output_tokens=1)).requests[0].tokens
-    assert turns.tolist()[:2] == [cases.START, cases.LETTERS.index("u")]  # by the template
 
 
 def test_scores_are_those_of_rows_with_the_prefix(model):
@@ -97,22 +94,6 @@ def test_scores_are_those_of_rows_with_the_prefix(model):
     costs = score_rows(model, rows, num_draws=2)
     np.testing.assert_allclose(found.nats[0], costs.nats_B.sum(), rtol=1e-5)
     assert found.tokens.tolist() == [len(ids)]
-
-
-def test_contexts_of_the_harness_begin_with_the_prefix(model):
-    lm = pytest.importorskip("dlm_jax.harness.lm")
-    pair = lm.pair_of(model, "the ", "cat")
-    assert (pair.ids.tolist(), pair.given) == (_ids("the cat"), 4)
-    assert lm.pair_of(model, "", "cat").given == 1
-    pair = lm.pair_of(model, "a" * 99, "b")
-    assert pair.ids.tolist() == [*_ids("a" * 62), 1] and pair.given == 63
-    first, last = lm.windows_of(model, "abc" * 30)
-    assert first.given == 1 and first.ids.tolist() == _ids(("abc" * 30)[:63])
-    assert last.ids.tolist() == _ids(("abc" * 30)[-63:]) and last.given == 64 - 27
-    made = lm.Evaluated(model=model, draws=2, **GREEDY)
-    given = {"until": [], "max_gen_toks": 4}
-    (found,) = made.generate_until([types.SimpleNamespace(args=("hi", given))])
-    assert found == dlm_jax.generate(model, ["hi"], **GREEDY).texts[0].removeprefix("hi")
 
 
 def test_rows_of_documents_begin_with_the_prefix(model, tmp_path):

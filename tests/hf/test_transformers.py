@@ -4,16 +4,11 @@ References are transformers' own calls, as a user makes them: ``tokenizer(text)`
 ``apply_chat_template``, ``generate``, and the log-softmax of its logits.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import transformers_cases as cases
 
 import dlm_jax
-from dlm_jax.config import Config, ModelConfig
-from dlm_jax.inference.model import Model
-from dlm_jax.objectives.objective import Batch, next_token
 from dlm_jax.settings import SettingError
 
 torch = pytest.importorskip("torch")
@@ -69,10 +64,6 @@ def test_greedy_ids_of_prompts_and_chats_are_those_of_generate(loaded, batch, ca
     assert found == [_theirs(theirs, own) for own in ids]
 
 
-def test_a_cache_is_the_preset_of_causal_models(loaded):
-    assert loaded[0].sample.cache == "exact"
-
-
 def _logprobs(theirs, ids):
     """The log-probability of each token but the first."""
     with torch.no_grad():
@@ -121,64 +112,6 @@ def test_windows_of_a_long_text_score_all_tokens_but_the_first(loaded):
     assert found.tokens.tolist() == [149]
 
 
-def test_the_harness_returns_the_log_softmax_and_what_is_greedy(loaded):
-    """Without a context, the row begins with BOS, as in the harness's own model class."""
-    lm = pytest.importorskip("dlm_jax.harness.lm")
-
-    model, theirs, tokenizer = loaded
-    written = model.tokenizer.decode(_ours(model, [{"tokens": tokenizer("the cat").input_ids}])[0])
-    pairs = [("the cat", written), ("the cat", " sat"), ("a rat", " ran."), ("", "who")]
-    asked = [SimpleNamespace(args=pair) for pair in pairs]
-    found = lm.Evaluated(model=model, batch_size=1).loglikelihood(asked)
-    prefix = list(getattr(model, "prefix_ids", ()))
-    for (context, rest), (logprob, is_greedy) in zip(pairs, found, strict=True):
-        ids = [tokenizer(text, add_special_tokens=False).input_ids for text in (context, rest)]
-        given = prefix + ids[0] or [tokenizer.bos_token_id]
-        wanted = _logprobs(theirs, given + ids[1])[-len(ids[1]) :].sum()
-        np.testing.assert_allclose(logprob, float(wanted), rtol=1e-5)
-        with torch.no_grad():
-            best = theirs(torch.tensor([given + ids[1]])).logits[0].argmax(dim=-1).tolist()
-        assert is_greedy == (best[len(given) - 1 : -1] == ids[1])
-    (rolling,) = lm.Evaluated(model=model).loglikelihood_rolling(
-        [SimpleNamespace(args=("a rat sat",))]
-    )
-    ids = tokenizer("a rat sat", add_special_tokens=False).input_ids
-    wanted = _logprobs(theirs, (prefix or [tokenizer.bos_token_id]) + ids).sum()
-    np.testing.assert_allclose(rolling, float(wanted), rtol=1e-5)
-
-
-def test_a_score_does_not_depend_on_the_batch_size(loaded):
-    model = loaded[0]
-    texts = [*cases.PROMPTS, "the sea"]
-    wanted = [dlm_jax.score(model, [text]).nats[0] for text in texts]
-    for batch_size in (1, 2, 16):
-        found = dlm_jax.score(model, texts, batch_size=batch_size)
-        np.testing.assert_allclose(found.nats, wanted, rtol=1e-5)
-
-
-def test_training_and_likelihood_count_the_same_tokens_at_the_same_cost(loaded):
-    """The loss of a run that begins with the model is that of the model."""
-    import jax.numpy as jnp
-
-    from dlm_jax.objectives.losses import cross_entropy
-
-    model = loaded[0]
-    ids = model.tokenizer.encode("a rat sat here.")
-    tokens = np.zeros((1, 64), np.int32)
-    tokens[0, : ids.size] = ids
-    batch = Batch(jnp.asarray(tokens), jnp.array([ids.size]), jnp.array([0]))
-    shown = next_token(batch, predicts_first=model.config.model.predicts_first)
-    hidden, _ = model.network.trunk(model.params, shown.shown_BL, batch.length_B, None)
-    nll = cross_entropy(
-        model.network, model.params, hidden, batch.tokens_BL, mask_id=model.tokenizer.mask_id
-    )
-    loss = float((nll * shown.weight_BL).sum())
-    found = dlm_jax.score(model, ["a rat sat here."])
-    if not getattr(model, "prefix_ids", ()):
-        np.testing.assert_allclose(found.nats, [loss], rtol=1e-5)
-        assert float(shown.total) == found.tokens[0]
-
-
 def test_an_empty_prompt_begins_with_bos_as_in_generate(loaded):
     model, theirs, _ = loaded
     with torch.no_grad():
@@ -202,25 +135,3 @@ def test_an_exported_causal_model_reads_and_writes_the_same_text(loaded, tmp_pat
     asked = [_asked(model, tokenizer, text) for text in cases.PROMPTS[:2]]
     assert _ours(again, asked) == _ours(model, asked)
     assert again.config.model == model.config.model
-
-
-def test_a_run_from_a_causal_model_keeps_its_alignment_unless_it_is_converted(loaded, tmp_path):
-    from dlm_jax.training.init_from import adopt_model
-
-    model, _, _ = loaded
-    assert isinstance(model, Model)
-    dlm_jax.export(model, tmp_path / "copy")
-
-    def begun(**how):
-        settings = {"order": "left_to_right"} if how["attention_type"] == "causal" else {}
-        config = Config(
-            model=ModelConfig(**how),
-            train=Config().train.__class__(init_from=str(tmp_path / "copy")),
-            sample=Config().sample.__class__(**settings),
-        )
-        found = adopt_model(config)[0].model
-        return found.attention_type, found.logit_alignment, found.start_id
-
-    assert begun(attention_type="causal") == ("causal", "shifted", -1)
-    assert begun(attention_type="bidirectional") == ("bidirectional", "same", -1)
-    assert begun(attention_type="bidirectional", logit_alignment="shifted")[1] == "shifted"

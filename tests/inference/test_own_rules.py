@@ -306,33 +306,6 @@ def test_read_back_of_a_fill_of_ones_own_gives_the_distribution_of_its_draws():
         np.testing.assert_allclose(found[place], writing["logprob"], rtol=1e-4, atol=1e-6)
 
 
-class Noop(dlm_jax.LogitTransform):
-    """The same logits."""
-
-    noop_B: jnp.ndarray = per_row(Setting("noop", False, "nothing"))
-
-    def apply(self, prepared, logits_NV, at):
-        return logits_NV
-
-
-@pytest.mark.parametrize(
-    ("base", "name", "place"),
-    [
-        (EveryOther, "log_chance", "log_prob"),
-        (EveryOther, "show_score", "score"),
-        (Flat, "sources", "logits"),
-        (Flat, "forwards", "FillOutput.counts"),
-        (Noop, "at_progress", "transforms.temperature.Moving"),
-        (Noop, "ignores_ids", "transforms.transform.Pointwise"),
-        (Noop, "reads_final_logprob", "update"),
-    ],
-)
-def test_a_member_that_moved_is_named_with_its_place(base, name, place):
-    old = rule(type("Old", (base,), {name: True, "__module__": __name__}))
-    with pytest.raises(ValueError, match=f"rule Old defines {name}, which is {place} now"):
-        dlm_jax.generate(MODEL, ["The "], rules=[old])
-
-
 def test_a_rule_that_rewrites_says_for_how_many_steps():
     old = rule(type("Old", (EveryOther,), {"rewrites": True, "__module__": __name__}))
     with pytest.raises(ValueError, match="rule Old has rewrites=True; use the largest number"):

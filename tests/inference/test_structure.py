@@ -175,7 +175,6 @@ def test_equal_ids_share_a_class_and_specials_fit_nowhere():
         ({"structure": "a+", "ignore_eos": True}, "ignore_eos"),
         ({"structure": "a+", "remask": "scheduled"}, "tokens that do not change"),
         ({"structure": 3}, "structure=3"),
-        ({"structure": 'root ::= "a"'}, "is a grammar, which is no longer supported"),
         ({"structure": "a" * 40_000}, "40000 characters"),
     ],
 )

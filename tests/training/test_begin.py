@@ -188,7 +188,7 @@ def test_each_door_of_a_saved_model_names_all_keys_that_another_version_saved(tm
             door()
         assert str(error.value).startswith(where)
         assert str(error.value).endswith(
-            f": unknown keys '[rl]', 'model.mode', saved by dlm_jax {version or '0.2.0 or earlier'}"
+            f": unknown '[rl]', 'model.mode', saved by dlm_jax {version or 'of another version'}"
             "; use that version, or remove them from the saved config (docs/training.md)"
         )
 
