@@ -114,9 +114,6 @@ class HeadsConfig(Section, name="heads"):
         "with 0 the head has no use in sampling",
         remedy="use 0.7",
     )
-    sampler_trunk_share: Share = setting(
-        0.0, "weight in the sampler head's loss of its divergence from the trunk"
-    )
     start_critic_iteration: Natural = setting(0, "steps before the critic starts to train")
     end_critic_iteration: Natural = setting(
         0,
@@ -657,11 +654,9 @@ class ObjectiveConfig(Section, name="objective"):
 
     process: str = setting(
         "masked",
-        "noise of the ELBO: masked (MASK); uniform (a uniformly random token); mixed (MASK at the "
-        "end and uniformly random tokens in between); or a custom MODULE:CLASS",
-    )
-    process_settings: Texts = setting(
-        (), "settings of the process, each NAME=VALUE: uniform_share (mixed; 0.1)"
+        "noise of the ELBO: masked (MASK), uniform (a uniformly random token) or mixed (MASK at "
+        "the end and uniformly random tokens in between)",
+        choices=("masked", "uniform", "mixed"),
     )
     schedule: str = setting(
         "linear",

@@ -43,7 +43,7 @@ import dlm_jax.config
 from dlm_jax import Network, load
 from dlm_jax.contrib import loops
 from dlm_jax.objectives.corruption import mask_independently, stratified_times
-from dlm_jax.objectives.losses import Loss, at_positions, divergence, read_out
+from dlm_jax.objectives.losses import Loss, at_positions, read_out
 from dlm_jax.sampling.rule_tools import key_of
 from dlm_jax.settings import require
 from dlm_jax.training import Batch, problem
@@ -96,13 +96,29 @@ def sdtt(
 
     def loss(network: Network, params: Params, noise: Any) -> Loss:
         hidden_BLD, _ = network.trunk(params, noise["shown"], noise["length"], None)
-        nats_BL = divergence(
-            (network.readout, network.readout),
+
+        def divergence(params: tuple[Params, Params], *arrays: jax.Array) -> jax.Array:
+            """Kullback-Leibler divergence of the student from the teacher in nats."""
+            logs = [
+                jax.nn.log_softmax(
+                    network.readout(one, hidden.reshape(-1, hidden.shape[-1]))
+                    .astype(jnp.float32)
+                    .at[:, mask_id]
+                    .set(-jnp.inf)
+                )
+                for one, hidden in zip(params, arrays, strict=False)
+            ]
+            teacher_NV = jax.lax.stop_gradient(logs[0])
+            # The probability of MASK is 0, and 0 times its infinite logarithm is NaN.
+            gap_NV = jnp.where(jnp.isneginf(teacher_NV), 0.0, teacher_NV - logs[1])
+            return jnp.sum(jnp.exp(teacher_NV) * gap_NV, axis=1).reshape(arrays[-1].shape)
+
+        nats_BL = at_positions(
+            divergence,
             (noise["teacher"], params),
-            ((noise["hidden"],), (hidden_BLD,)),
-            noise["is_hidden"],
-            vocab_size=network.vocab_size,
-            mask_id=mask_id,
+            (noise["hidden"], hidden_BLD, noise["is_hidden"].astype(jnp.int32)),
+            vocab_size=2 * network.vocab_size,
+            is_read_BL=noise["is_hidden"],
         )
         return Loss(jnp.sum(jnp.where(noise["is_hidden"], nats_BL, 0.0)), noise["total"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,16 +53,14 @@ class CriticHead(BuiltInHead):
         and the gradient flows into the trunk. With noise other than MASK, the loss includes the
         noised tokens.
         """
-        settings, mask_id = setup.config.heads, setup.mask_id
-        is_masked = noise_process(setup.config.objective).is_masked
-
-        def positions(drawn: Drawn) -> tuple[jax.Array, jax.Array]:
-            return critic_positions(
-                drawn,
-                mask_id=mask_id,
-                masked_only=settings.critic_masked_only,
-                shows_noise=not is_masked,
-            )
+        settings = setup.config.heads
+        shows_noise = not noise_process(setup.config.objective).is_masked
+        positions = functools.partial(
+            critic_positions,
+            mask_id=setup.mask_id,
+            masked_only=settings.critic_masked_only,
+            shows_noise=shows_noise,
+        )
 
         def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, jax.Array]:
             """The seeds of the fill, uint32 ``[B]``, and the number of positions in the loss."""
@@ -72,18 +71,12 @@ class CriticHead(BuiltInHead):
         def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
             length_B, (seed_B, num_judged) = drawn.batch.length_B, drawn.noise
             is_hole_BL, is_judged_BL = positions(drawn)
+            fixed, hidden_BLD = jax.lax.stop_gradient((params, drawn.hidden_BLD))
             candidates_BL = filled(
-                setup,
-                network,
-                jax.lax.stop_gradient(params),
-                jax.lax.stop_gradient(drawn.hidden_BLD),
-                drawn.shown_BL,
-                length_B,
-                is_hole_BL,
-                seed_B,
+                setup, network, fixed, hidden_BLD, drawn.shown_BL, length_B, is_hole_BL, seed_B
             )
             filled_BL, is_wrong_BL = critic_targets(
-                drawn, candidates_BL, is_hole_BL, shows_noise=not is_masked
+                drawn, candidates_BL, is_hole_BL, shows_noise=shows_noise
             )
             return critic_loss(
                 network, params, filled_BL, is_wrong_BL, is_judged_BL, length_B, num_judged

@@ -108,8 +108,6 @@ class Head:
 class BuiltInHead:
     """A head that a config can add to a model: its layers, its function and its training.
 
-    Its settings are fields of `dlm_jax.config.ModelConfig` and `dlm_jax.config.HeadsConfig`.
-
     Attributes:
       name: top-level name of the head's parameters; must end in ``_head``.
       switch: the key of ``[model]`` that adds the head.
@@ -129,14 +127,11 @@ class BuiltInHead:
         return self.name.removesuffix("_head")
 
     def is_added(self, config: ModelConfig) -> bool:
-        """Whether the section ``[model]`` adds the head."""
         return getattr(config, self.switch)
 
     def layers(self, config: ModelConfig, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
-        """The layers by name, in order of initialisation, for the section ``[model]``.
-
-        They are created by ``linear(fan_in, fan_out, scale=..., axes=...)`` and ``norm(size)``, as
-        `dlm_jax.model.layers.Linear` and `Norm`.
+        """The layers by name, in order of initialisation, created by ``linear(fan_in, fan_out,
+        scale=..., axes=...)`` and ``norm(size)``, as `dlm_jax.model.layers.Linear` and `Norm`.
         """
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dlm_jax.config import HeadsConfig, ModelConfig
 from dlm_jax.heads.head import BuiltInHead, Head
-from dlm_jax.objectives.losses import Loss, divergence, hidden_of, nll, read_out
+from dlm_jax.objectives.losses import Loss, nll, read_out
 from dlm_jax.objectives.objective import Drawn
 from dlm_jax.objectives.processes import noise_process
 from dlm_jax.sampling.propose import SamplerReadout
@@ -92,11 +92,7 @@ class SamplerHead(BuiltInHead):
         return SamplerReadout(whole, config.sampler_context, sides, from_sides)
 
     def training_of(self, setup: Any) -> Head:
-        """The training of the sampler head.
-
-        The loss is ``(1 - s)`` times the mean cross-entropy over all supervised positions plus
-        ``s`` times the divergence from the trunk (`trunk_loss`), where ``s`` is
-        ``heads.sampler_trunk_share``.
+        """The training of the sampler head, by the mean cross-entropy over supervised positions.
 
         Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees
         and has no use in sampling (benchmarks/results/sampler_head.md, "as described"), so that
@@ -104,13 +100,12 @@ class SamplerHead(BuiltInHead):
         raise `SettingError`.
         """
         settings, mask_id = setup.config.heads, setup.mask_id
-        is_masked = noise_process(setup.config.objective).is_masked
-        share = settings.sampler_trunk_share
+        process = noise_process(setup.config.objective)
         if settings.sampler_reveal == 0:
-            if not is_masked:
+            if not process.is_masked:
                 raise SettingError(
                     "objective.process",
-                    setup.config.objective.process,
+                    process.name,
                     "trains the sampler head without neighbours if heads.sampler_reveal=0",
                     f"use heads.sampler_reveal={REVEAL}",
                     ("heads.sampler_reveal",),
@@ -121,47 +116,18 @@ class SamplerHead(BuiltInHead):
                 stacklevel=3,
             )
 
-        def is_asked_BL(drawn: Drawn, is_revealed_BL: jax.Array) -> jax.Array:
-            """True at holes in the divergence: those that are supervised and not revealed."""
-            return (drawn.shown_BL == mask_id) & ~is_revealed_BL & drawn.is_supervised_BL()
-
-        def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, ...]:
-            """The revealed positions, the number of supervised positions, and, if the divergence is
-            used, its number of holes.
-            """
+        def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """The revealed positions, and the number of supervised positions."""
             is_revealed_BL = jax.random.uniform(key, drawn.shown_BL.shape) < settings.sampler_reveal
-            counted = [drawn.is_supervised_BL()]
-            if share:
-                counted.append(is_asked_BL(drawn, is_revealed_BL))
-            return is_revealed_BL, *(jnp.sum(x).astype(jnp.float32) for x in counted)
+            return is_revealed_BL, jnp.sum(drawn.is_supervised_BL()).astype(jnp.float32)
 
         def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
-            is_revealed_BL, num_supervised, *num_asked = drawn.noise
+            is_revealed_BL, num_supervised = drawn.noise
+            is_noised_BL = None if process.is_masked else drawn.is_supervised_BL()
             inputs = prepare_sampler_inputs(
-                network,
-                params,
-                drawn,
-                is_revealed_BL,
-                mask_id=mask_id,
-                is_noised_BL=None if is_masked else drawn.is_supervised_BL(),
+                network, params, drawn, is_revealed_BL, mask_id=mask_id, is_noised_BL=is_noised_BL
             )
-            plain = sampler_loss(network, params, inputs, drawn, num_supervised, mask_id=mask_id)
-            if not share:
-                return plain
-            taught = trunk_loss(
-                network,
-                params,
-                inputs,
-                drawn,
-                is_revealed_BL,
-                is_asked_BL(drawn, is_revealed_BL),
-                num_asked[0],
-                mask_id=mask_id,
-            )
-            # Both losses are means. The second sum is rescaled to the weight of the first, so that
-            # their combination is a mean too.
-            scale = num_supervised / jnp.maximum(taught.weight, 1.0)
-            return Loss((1.0 - share) * plain.sum + share * scale * taught.sum, num_supervised)
+            return sampler_loss(network, params, inputs, drawn, num_supervised, mask_id=mask_id)
 
         return Head(
             name=SAMPLER, draw=draw, loss=loss, start=settings.start_sampler_iteration, stream=0
@@ -246,38 +212,3 @@ def sampler_loss(
         is_read_BL=is_supervised_BL,
     )
     return Loss(jnp.sum(jnp.where(is_supervised_BL, nll_BL, 0.0)), total)
-
-
-def trunk_loss(
-    network: Network,
-    params: Params,
-    inputs: tuple[jax.Array, jax.Array, jax.Array],
-    drawn: Drawn,
-    is_revealed_BL: jax.Array,
-    is_asked_BL: jax.Array,
-    total: jax.Array,
-    *,
-    mask_id: int,
-) -> Loss:
-    """Mean divergence (nats) of the sampler head from the trunk's one-at-a-time distribution.
-
-    The divergence is ``KL( p_trunk(x_i | z, x_R) || p_head(x_i | h_i(z), x_{R next to i}) )`` for
-    the canvas z and the revealed tokens x_R, of which the head reads only those next to i. The
-    trunk runs once more, with the revealed tokens shown. As in ADJUST (Bansal & Sanghavi 2025), the
-    head is trained to match the distribution that results from sampling one position at a time.
-    Only the parameters of the head get a gradient. `is_asked_BL` is True at the holes in the loss,
-    which are not revealed, and `total` is their number in the whole batch.
-    """
-    frozen = jax.lax.stop_gradient(params)
-    (tokens_BL, length_B, _), shown_BL = drawn.batch, drawn.shown_BL
-    seen_BL = jnp.where(is_revealed_BL & (shown_BL == mask_id), tokens_BL, shown_BL)
-    hidden_BLD = jax.lax.stop_gradient(hidden_of(network, frozen, seen_BL, tokens_BL, length_B))
-    nats_BL = divergence(
-        (network.readout, network.heads["sampler"].readout),
-        (frozen, frozen | {SAMPLER: params[SAMPLER]}),
-        ((hidden_BLD,), inputs),
-        is_asked_BL,
-        vocab_size=network.vocab_size,
-        mask_id=mask_id,
-    )
-    return Loss(jnp.sum(jnp.where(is_asked_BL, nats_BL, 0.0)), total)

@@ -67,21 +67,16 @@ def costs(
 ) -> Costs:
     """The cost of each row: exact for a causal model, otherwise an unbiased estimate of the bound.
 
-    For processes other than the masked one, the bound is that of `process_elbo`, and a draw
-    consists of a time and the noise at that time. The linear schedule is used, because the bound is
-    the same for all schedules.
+    The bound of a row is the weighted sum of the cross-entropy over its hidden positions
+    (`bound_at`); for processes other than the masked one, it is that of `process_elbo`, and a draw
+    consists of a time of the linear schedule and the noise at that time. The cost of the text is
+    the same sum over positions of text, without EOS.
 
-    The masks of a row depend only on the key and the index of the row. Mask counts are stratified
-    over the draws of a row and spread evenly over consecutive rows, so even one draw per row covers
-    all noise levels. In a block-causal model this applies to blocks instead of rows.
-
-    The bound of a row is the weighted sum of the cross-entropy over its hidden positions. The cost
-    of the text is the same sum over text positions only. The EOS after the text is hidden with the
-    same probability as text positions.
-
-    `number_B` are the indices of the rows in the data set, and `num_draws` is the number of masks
-    per row. A causal model does not use the key. A `process` of None means the masked process, and
-    `noise_ids` are the ids that a process uses as noise. EOS is not text.
+    The masks of a row depend only on the key and the index of the row in the data set,
+    `number_B`. Mask counts are stratified over the `num_draws` draws of a row and spread evenly
+    over consecutive rows, so even one draw per row covers all noise levels. In a block-causal
+    model this applies to blocks instead of rows. A `process` of None means the masked process, and
+    `noise_ids` are the ids that a process uses as noise.
     """
     is_text_BL = batch.tokens_BL != eos_id
     if is_causal:
@@ -102,12 +97,12 @@ def costs(
     level_BN = place_BN.astype(jnp.float32) / 2.0**32
     free_BN = jnp.sum(is_free_BNU, axis=2)
 
-    @jax.vmap
-    @functools.partial(jax.vmap, in_axes=(0, None, 0, 0))
     def hidden(
         block: jax.Array, key: jax.Array, count: jax.Array, is_free_U: jax.Array
     ) -> jax.Array:
         return mask_exactly(jax.random.fold_in(key, block), count[None], is_free_U[None])[0]
+
+    hidden_BN = jax.vmap(jax.vmap(hidden, in_axes=(0, None, 0, 0)))
 
     def one_draw(carry: None, draw: jax.Array) -> tuple[None, list[jax.Array]]:
         share_BN = (level_BN + draw / num_draws) % 1.0
@@ -121,7 +116,7 @@ def costs(
             text_BL = jnp.where(is_text_BL, cost_BL, 0.0)
             return carry, [jnp.sum(part_BL, axis=1) for part_BL in (cost_BL, text_BL)]
         block_BN = jnp.broadcast_to(block_1N, (num_rows, num_blocks))
-        is_masked_BNU = hidden(block_BN, drawn_B, count_BN, is_free_BNU)
+        is_masked_BNU = hidden_BN(block_BN, drawn_B, count_BN, is_free_BNU)
         is_masked_BL = is_masked_BNU.reshape(num_rows, -1)[:, :num_positions]
         nll_BL = hidden_nll(network, params, batch, is_masked_BL, mask_id=mask_id)
         text_BL = jnp.where(is_text_BL, nll_BL, 0.0)

@@ -61,18 +61,14 @@ def cross_entropy(
     prediction of the first token, which reads no MASK and was trained without one. Positions are
     processed as in `at_positions`.
     """
-
-    def nats(params: Params, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        logits_NV = network.readout(params, hidden.reshape(-1, hidden.shape[-1]))
-        logits_NV = _without(unpredicted(network, mask_id), logits_NV)
-        chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
-        return (jax.nn.logsumexp(logits_NV, axis=1) - chosen_N).reshape(targets.shape)
-
-    return at_positions(
-        nats,
+    return read_out(
+        nll,
+        network.readout,
         params,
-        (hidden_BLD, targets_BL),
+        (hidden_BLD,),
+        (targets_BL,),
         vocab_size=network.vocab_size,
+        mask_id=unpredicted(network, mask_id),
         is_read_BL=is_read_BL,
     )
 
@@ -117,39 +113,6 @@ def read_out(
     )
 
 
-def divergence(
-    reads: tuple[Callable[..., jax.Array], Callable[..., jax.Array]],
-    params: tuple[Params, Params],
-    inputs: tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]],
-    is_read_BL: jax.Array,
-    *,
-    vocab_size: int,
-    mask_id: int,
-) -> jax.Array:
-    """Kullback-Leibler divergence of a head from a teacher in nats, float32 ``[B, L]``.
-
-    The divergence is ``sum_v p(v) (ln p(v) - ln q(v))``, where p is the teacher's distribution. No
-    gradient flows through p. MASK has probability 0 under both distributions. Each argument is a
-    pair, first of the teacher and then of the head: ``read(params, *inputs) -> logits [N, V]``,
-    parameters, and inputs ``[B, L, ...]``. Positions are processed as in `at_positions`.
-    """
-    count = len(inputs[0])
-
-    def measure(params: tuple[Params, Params], *arrays: jax.Array) -> jax.Array:
-        flat = [x.reshape(-1, *x.shape[arrays[-1].ndim :]) for x in arrays]
-        logs = [
-            jax.nn.log_softmax(_without(mask_id, read(own, *given).astype(jnp.float32)))
-            for read, own, given in zip(reads, params, (flat[:count], flat[count:-1]), strict=True)
-        ]
-        teacher_NV = jax.lax.stop_gradient(logs[0])
-        # The probability of MASK is 0, and 0 times its infinite logarithm is NaN.
-        gap_NV = jnp.where(jnp.isneginf(teacher_NV), 0.0, teacher_NV - logs[1])
-        return jnp.sum(jnp.exp(teacher_NV) * gap_NV, axis=1).reshape(arrays[-1].shape)
-
-    arrays = (*inputs[0], *inputs[1], is_read_BL.astype(jnp.int32))
-    return at_positions(measure, params, arrays, vocab_size=2 * vocab_size, is_read_BL=is_read_BL)
-
-
 def nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
     """Negative log-probabilities ``[N]`` of targets of any shape."""
     chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
@@ -185,12 +148,12 @@ def at_positions(
         arrays, sliced = (*arrays, is_read_BL), _at_read_positions
     else:
         sliced = _in_slices
-    if mesh_in_use() is None:
-        return sliced(measure, arrays[-1].shape, vocab_size)(params, *arrays)
 
     def of_share(params: Any, *arrays: jax.Array) -> jax.Array:
         return sliced(measure, arrays[-1].shape, vocab_size)(params, *arrays)
 
+    if mesh_in_use() is None:
+        return of_share(params, *arrays)
     return on_own_share(of_share, params, arrays, kind="losses")
 
 

@@ -16,20 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.config import MISPRINTS, ObjectiveConfig
+from dlm_jax.config import ObjectiveConfig
 from dlm_jax.objectives import corruption
-from dlm_jax.objectives.corruption import (
-    Schedule,
-    mask_independently,
-    stratified_times,
-)
+from dlm_jax.objectives.corruption import Schedule, mask_independently, stratified_times
 from dlm_jax.objectives.losses import Loss, hidden_of, read_out
-from dlm_jax.objectives.processes import (
-    HIGHEST_LEVEL,
-    Noise,
-    Process,
-    divergence,
-)
+from dlm_jax.objectives.processes import HIGHEST_LEVEL, Noise, Process, divergence
 from dlm_jax.types import Network, Params, left_of, live_positions, returned, right_of
 
 USUAL_MISPRINTS = ObjectiveConfig.misprint_kinds
@@ -244,8 +235,8 @@ def misprint(
     follows a missing token, and a stray token that equals its successor is not a misprint. If the
     next token is given or is itself misprinted, it is not changed and no transposition occurs.
 
-    `is_free_BL` is True at live tokens that can be misprinted. `kinds` are names from `MISPRINTS`,
-    drawn uniformly; a name that occurs twice is twice as likely.
+    `is_free_BL` is True at live tokens that can be misprinted. `kinds` are names from
+    `dlm_jax.config.MISPRINTS`, drawn uniformly; a name that occurs twice is twice as likely.
 
     Returns:
       The int32 canvas ``[B, L]``, the target of each position, and the number of live tokens in
@@ -253,8 +244,6 @@ def misprint(
       is the missing token. At a stray token, it is the next correct token. At all other positions,
       it is the correct token.
     """
-    if unknown := sorted(set(kinds) - set(MISPRINTS)):
-        raise ValueError(f"kinds has {unknown[0]!r}; known are {', '.join(MISPRINTS)}")
     num_positions = tokens_BL.shape[1]
     hit_key, kind_key, other_key, double_key = jax.random.split(key, 4)
     is_hit_BL = (jax.random.uniform(hit_key, tokens_BL.shape) < ratio_B[:, None]) & is_free_BL
@@ -496,11 +485,10 @@ class Mixture:
             for name, one in self.objectives.items()
         }
         object.__setattr__(self, "objectives", named)
-        total = sum(self.shares.values())
-        if set(self.shares) != set(named) or abs(total - 1) > 1e-3:
+        if set(self.shares) != set(named) or abs(sum(self.shares.values()) - 1) > 1e-3:
             raise ValueError(
-                f"the shares of a Mixture are for {', '.join(self.shares)} and add up to "
-                f"{total:g}; name {', '.join(named)}, and let them add up to 1"
+                f"the shares of a Mixture are {dict(self.shares)}; name {', '.join(named)}, and "
+                "let them add up to 1"
             )
 
     def draw(self, batch: Batch, key: jax.Array) -> Drawn:
@@ -519,18 +507,30 @@ class Mixture:
             is_own_B = owner_B == number
             own = batch._replace(length_B=jnp.where(is_own_B, batch.length_B, 0))
             drawn = objective.draw(own, keys[number])
-            if objective.loss is None or isinstance(drawn, Drawn):
-                drawn = _checked(drawn, name, shape)
-            noise = drawn if objective.loss is not None else (drawn.weight_BL, drawn.total)
-            merged = merged._replace(noise=merged.noise | {name: noise})
-            if not isinstance(drawn, Drawn):
-                continue
-            choose = functools.partial(_rows_of, is_own_B)
+            if objective.loss is not None:
+                merged = merged._replace(noise=merged.noise | {name: drawn})
+                if not isinstance(drawn, Drawn):
+                    continue
+            elif not isinstance(drawn, Drawn):
+                raise ValueError(
+                    f"{name}.draw returned a {type(drawn).__name__}; return a Drawn, or pass "
+                    "Objective(draw, loss)"
+                )
+            returned(drawn.shown_BL, name, "draw(...).shown_BL", "B, L", shape, jnp.int32)
+            returned(drawn.weight_BL, name, "draw(...).weight_BL", "B, L", shape, float)
+            total = jnp.asarray(drawn.total, jnp.float32)
+            returned(total, name, "draw(...).total", "", (), float)
+            if objective.loss is None:
+                merged = merged._replace(noise=merged.noise | {name: (drawn.weight_BL, total)})
+
+            def choose(new: jax.Array, old: jax.Array, is_new_B: Any = is_own_B) -> jax.Array:
+                return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
             merged = merged._replace(
                 batch=Batch(*map(choose, drawn.batch, merged.batch)),
                 shown_BL=choose(drawn.shown_BL, merged.shown_BL),
                 weight_BL=jnp.where(drawn.weight_BL > 0, drawn.weight_BL, merged.weight_BL),
-                total=merged.total + drawn.total,
+                total=merged.total + total,
             )
         return merged
 
@@ -551,21 +551,3 @@ class Mixture:
         spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
         bounds = np.cumsum(list(self.shares.values()))[:-1]
         return np.searchsorted(bounds, middle[spread], side="right")
-
-
-def _checked(drawn: Any, name: str, shape: tuple[int, ...]) -> Drawn:
-    """What an objective drew, after checks of its type and shapes; its total as a float32 array."""
-    if not isinstance(drawn, Drawn):
-        raise ValueError(
-            f"{name}.draw returned a {type(drawn).__name__}; return a Drawn, or pass "
-            "Objective(draw, loss)"
-        )
-    drawn = drawn._replace(total=jnp.asarray(drawn.total, jnp.float32))
-    returned(drawn.shown_BL, name, "draw(...).shown_BL", "B, L", shape, jnp.int32)
-    returned(drawn.weight_BL, name, "draw(...).weight_BL", "B, L", shape, float)
-    returned(drawn.total, name, "draw(...).total", "", (), float)
-    return drawn
-
-
-def _rows_of(is_own_B: np.ndarray, own: jax.Array, other: jax.Array) -> jax.Array:
-    return jnp.where(is_own_B.reshape(-1, *[1] * (own.ndim - 1)), own, other)

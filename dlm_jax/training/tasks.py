@@ -32,7 +32,7 @@ from dlm_jax.objectives.objective import (
     process_elbo,
     proofreading,
 )
-from dlm_jax.objectives.processes import checked, noise_process
+from dlm_jax.objectives.processes import noise_process
 from dlm_jax.settings import SettingError, require
 from dlm_jax.training.optimisers import (
     Rates,
@@ -266,7 +266,6 @@ def make_mixture(setup: Setup) -> Mixture:
         common: dict[str, Any] = {
             "schedule": schedule, "mask_id": setup.mask_id, "noise_ids": setup.noise_ids,
         }  # fmt: skip
-        process = checked(process, objective.process)
         if not has_canvases:
             own = process_elbo(process, block_length=model.block_length, **common)
             return Mixture({"elbo": own}, {"elbo": 1.0}, cut)
@@ -318,7 +317,7 @@ def make_mixture(setup: Setup) -> Mixture:
 
 
 def check_process(config: Config) -> None:
-    """Raises SettingError if the forward process does not exist or does not fit other settings."""
+    """Raises SettingError if the forward process does not fit other settings."""
     objective, name = config.objective, config.objective.process
     if noise_process(objective).is_masked:
         return
@@ -330,12 +329,9 @@ def check_process(config: Config) -> None:
     }.items():
         given, why = getattr(objective, key), f"requires objective.process='masked', not {name!r}"
         require(given == value, f"objective.{key}", given, why, f"use {value!r}")
-    for why, is_refused in {
-        "model.attention_type='causal'": config.model.attention_type == "causal",
-        "heads.sampler_trunk_share": config.heads.sampler_trunk_share > 0,
-    }.items():
-        why = f"is not supported with {why}"
-        require(not is_refused, "objective.process", name, why, "use 'masked'")
+    is_causal = config.model.attention_type == "causal"
+    why = "is not supported with model.attention_type='causal'"
+    require(not is_causal, "objective.process", name, why, "use 'masked'")
 
 
 def bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> dict[str, float]:

@@ -21,19 +21,6 @@ def test_every_stratum_gets_exactly_one_time():
         assert times[-1] <= 1
 
 
-def test_a_single_row_sees_all_times_over_the_steps():
-    times = [float(stratified_times(jax.random.key(seed), 8)[3]) for seed in range(400)]
-    histogram, _ = np.histogram(times, bins=8, range=(0, 1))
-    # 50 expected per bin; 4.5 standard deviations of a binomial.
-    assert abs(histogram - 50).max() < 30
-
-
-def test_times_keep_away_from_the_smallest():
-    times = stratified_times(jax.random.key(0), 4096, smallest=0.01)
-    assert float(times.min()) >= 0.01
-    assert float(times.max()) <= 1
-
-
 def test_masks_hide_the_asked_share_and_no_dead_position():
     length_B = jnp.array([1000, 500, 0])
     ratio_B = jnp.array([0.25, 0.75, 1.0])
@@ -79,9 +66,3 @@ def test_a_schedules_weight_is_the_derivative_of_its_logarithm(name):
     )
     weight = np.asarray(schedule.weight(jnp.asarray(t)))
     np.testing.assert_allclose(weight, (ahead - behind) / 4e-3 / ratio, rtol=0.05, atol=5e-3)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_hides_nothing_at_0_and_all_at_1(name):
-    ends = SCHEDULES[name](3.0).masked_ratio(jnp.array([1e-6, 1.0]))
-    np.testing.assert_allclose(ends, [0.0, 1.0], atol=1e-5)

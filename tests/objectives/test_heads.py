@@ -190,30 +190,6 @@ def test_the_loss_of_the_sampler_head_is_the_plain_mean_over_the_supervised_posi
     np.testing.assert_allclose(loss.sum / loss.weight, np.mean(nats), rtol=1e-5)
 
 
-def test_the_divergence_from_the_trunk_is_a_mean_over_its_own_holes():
-    """Supervised tokens that are no holes count in the cross-entropy, and not in the divergence."""
-    network = _network()
-    shown, tokens, is_revealed, is_supervised = _supervised()
-    is_hole = shown == toy.MASK
-    means = {}
-    for share in (0.0, 0.25, 1.0):
-        settings = HeadsConfig(sampler_trunk_share=share)
-        head = next(head for head in stage_cases.records(settings) if head.name == SAMPLER)
-        for asked in ("all", "holes"):
-            now = jnp.asarray(is_supervised & (is_hole | (asked == "all")))
-            numbers = [now.sum(), (now & is_hole & ~is_revealed).sum()][: 2 if share else 1]
-            noise = (jnp.asarray(is_revealed), *(x.astype(jnp.float32) for x in numbers))
-            drawn = _drawn(
-                shown, tokens, hidden_BLD=_hidden(shown.shape), is_supervised_BL=now
-            )._replace(noise=noise)
-            loss = head.loss(network, _params(network), drawn)
-            means[share, asked] = float(loss.sum / loss.weight)
-    assert means[1.0, "all"] == pytest.approx(means[1.0, "holes"], rel=1e-5)
-    assert abs(means[0.0, "all"] - means[0.0, "holes"]) > 1e-2
-    mixed = 0.75 * means[0.0, "all"] + 0.25 * means[1.0, "all"]
-    assert means[0.25, "all"] == pytest.approx(mixed, rel=1e-5)
-
-
 def test_seven_of_ten_holes_are_revealed_to_the_sampler_head_by_default():
     (head,) = stage_cases.records(HeadsConfig(), add_sampler_head=True)
     shape = (64, 256)

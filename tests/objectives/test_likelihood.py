@@ -11,7 +11,6 @@ import pytest
 import toy
 from oracles import likelihood as oracle
 
-import dlm_jax.training.tasks as tasks
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.corruption import SCHEDULES
 from dlm_jax.objectives.likelihood import (
@@ -19,7 +18,6 @@ from dlm_jax.objectives.likelihood import (
     causal_nll,
     costs,
     half_width,
-    plus_minus,
     ratio_and_error,
 )
 from dlm_jax.objectives.losses import cross_entropy
@@ -142,18 +140,6 @@ def test_as_many_draws_as_tokens_hide_each_number_of_tokens_once():
     np.testing.assert_allclose(estimate.variance_B, nats.var(ddof=1) / LENGTH, rtol=1e-4)
 
 
-def test_padding_and_neighbours_do_not_change_a_rows_bound():
-    masks = jnp.asarray(_all_masks()[:3])
-    tokens_BL = jnp.concatenate([_row(tokens) for tokens in ROWS])
-    length_B = jnp.full(3, LENGTH)
-    none_B = jnp.zeros(3, jnp.int32)
-    together = _bound_at(toy.params(), Batch(tokens_BL, length_B, none_B), masks)
-    other = tokens_BL.at[:, LENGTH:].set(3).at[0, :LENGTH].set(6)
-    changed = _bound_at(toy.params(), Batch(other, length_B, none_B), masks)
-    np.testing.assert_array_equal(together[1:], changed[1:])
-    assert float(together[0, 0]) != float(changed[0, 0])
-
-
 @pytest.mark.parametrize("tokens", ROWS[:2])
 def test_bound_given_a_prompt_equals_enumeration_of_the_orders_of_the_rest(tokens):
     exact = oracle.elbo_by_orders(_oracle_logits, tokens, mask_id=toy.MASK, given=(0,))
@@ -202,12 +188,6 @@ def test_the_part_of_the_text_is_what_its_tokens_cost_over_all_orders():
         assert float(jnp.mean(nats_B)) == pytest.approx(expected[name], abs=4 * error)
 
 
-def test_without_eos_the_text_is_the_whole():
-    batch = Batch(jnp.asarray([[0, 3, 7, 2]] * 3), jnp.full(3, 4), jnp.arange(3))
-    found = _bound(toy.params(), batch, jax.random.key(1), num_draws=1)
-    np.testing.assert_array_equal(found.nats_B, found.text_nats_B)
-
-
 def test_a_rows_masks_are_those_of_its_number_whatever_stands_beside_it():
     rows = Batch(jnp.asarray([[0, 3, 7, 2]] * 6), jnp.full(6, 4), jnp.zeros(6, jnp.int32))
     whole = _bound(toy.params(), rows, jax.random.key(2), num_draws=3)
@@ -220,24 +200,6 @@ def test_a_rows_masks_are_those_of_its_number_whatever_stands_beside_it():
         np.testing.assert_allclose(found.variance_B, np.asarray(whole.variance_B)[at], rtol=1e-4)
 
 
-def test_the_parts_of_a_causal_model_are_those_of_the_chain_rule():
-    network = build(toy.config(attention_type="causal", start_id=toy.MASK))
-    params = toy.random_params(network)
-    tokens = jnp.asarray([[0, 3, toy.EOS, toy.EOS]])
-    batch = Batch(tokens, jnp.full(1, 4), jnp.zeros(1, jnp.int32))
-    found = costs(
-        network, params, batch, jnp.arange(1), jax.random.key(0), is_causal=True,
-        mask_id=toy.MASK, eos_id=toy.EOS,
-    )  # fmt: skip
-    short = Batch(tokens, jnp.full(1, 2), jnp.zeros(1, jnp.int32))
-    before_BL = causal_nll(network, params, short, mask_id=toy.MASK)
-    whole_BL = causal_nll(network, params, batch, mask_id=toy.MASK)
-    np.testing.assert_allclose(found.text_nats_B, before_BL.sum(1), rtol=1e-5)
-    np.testing.assert_allclose(found.nats_B, whole_BL.sum(1), rtol=1e-6)
-    assert float(found.nats_B[0]) > float(found.text_nats_B[0])
-    assert not found.variance_B.any() and not found.text_variance_B.any()
-
-
 def test_a_causal_models_likelihood_is_a_distribution_over_all_rows():
     config = toy.config(attention_type="causal", start_id=2, vocab_size=5)
     network = build(config)
@@ -246,17 +208,6 @@ def test_a_causal_models_likelihood_is_a_distribution_over_all_rows():
     batch = Batch(rows, jnp.full(64, 3), jnp.zeros(64, jnp.int32))
     nats = np.asarray(jax.jit(functools.partial(causal_nll, network, mask_id=2))(params, batch))
     assert float(np.exp(-nats.astype(np.float64).sum(1)).sum()) == pytest.approx(1, abs=1e-5)
-
-
-def test_the_ratio_and_its_error_are_those_of_a_weighted_mean():
-    rng = np.random.default_rng(0)
-    tokens = np.array([8, 8, 8, 3, 0])
-    nats = tokens * (2 + rng.standard_normal(5))
-    ratio, error = ratio_and_error(nats, tokens)
-    assert ratio == pytest.approx(nats.sum() / 27)
-    residual = [(n - ratio * t) ** 2 for n, t in zip(nats, tokens, strict=True)]
-    assert error == pytest.approx(math.sqrt(sum(residual) * 4 / 3) / 27)
-    assert math.isnan(ratio_and_error(nats[:1], tokens[:1])[1])
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 5, 10, 100])
@@ -270,9 +221,3 @@ def test_the_95_percent_interval_covers_the_truth_95_times_in_100(num_rows):
     # Within four standard deviations of the count.
     assert abs(covered / 4000 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 4000)
     assert math.isnan(half_width(1.0, 1))
-
-
-def test_a_single_window_is_shown_without_an_interval():
-    line = tasks.bound_line(tasks.bound_of(np.array([3.0, 0.0]), np.array([2, 0])))
-    assert line == "bound 1.5000 nats/token"
-    assert plus_minus(0.25) == " +- 0.2500"

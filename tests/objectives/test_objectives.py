@@ -9,7 +9,7 @@ import pytest
 import toy
 
 from dlm_jax.config import ObjectiveConfig
-from dlm_jax.objectives.corruption import LINEAR, SCHEDULES
+from dlm_jax.objectives.corruption import SCHEDULES
 from dlm_jax.objectives.objective import (
     Batch,
     Drawn,
@@ -104,11 +104,6 @@ def test_denoising_asks_for_what_it_selected_and_divides_by_their_number():
     assert not (changed & (weight == 0)).any()
 
 
-def test_identity_targets_ask_for_every_free_position():
-    task = _denoising(identity_targets=True)(BATCH, jax.random.key(2))
-    np.testing.assert_array_equal(task.weight_BL, IS_FREE.astype(np.float32))
-
-
 def test_proofreading_asks_for_what_should_stand_at_every_free_position_of_the_new_rows():
     task = jax.jit(_proofreading)(BATCH, jax.random.key(3))
     place = np.arange(POSITIONS)
@@ -153,22 +148,6 @@ def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_some_rows(m
     np.testing.assert_allclose(is_masked[:, 1:].mean(0), rows / 2, atol=0.04)
 
 
-def test_every_named_pattern_is_used_and_no_other(monkeypatch):
-    import dlm_jax.objectives.objective as module
-
-    used = []
-    for name in ("sticky", "spans"):
-        full = f"select_{name}"
-        original = getattr(module.corruption, full)
-        monkeypatch.setattr(
-            module.corruption, full,
-            lambda *args, name=name, original=original, **kwargs: (
-                used.append(name), original(*args, **kwargs))[1],
-        )  # fmt: skip
-    _denoising(patterns=("random", "span"))(BATCH, jax.random.key(0))
-    assert used == ["spans"]
-
-
 def _mixture(share=0.25, **fields):
     return Mixture(
         {"elbo": _elbo(), "denoising": _denoising()},
@@ -211,35 +190,6 @@ def test_a_mixture_asks_for_the_rows_of_a_task_that_moves_them_and_for_no_other_
     assert float(total) == 3
 
 
-def test_a_mixture_with_proofreading_asks_for_its_rows_as_they_are_printed():
-    mixture = Mixture(
-        {"next token": OBJECTIVES["next token"], "proofreading": _proofreading},
-        {"next token": 0.5, "proofreading": 0.5},
-    )
-    full = Batch(BATCH.tokens_BL, jnp.full(ROWS, 12), jnp.full(ROWS, 2))
-    example = mixture.draw(full, jax.random.key(7))
-    is_own = np.asarray(example.noise["proofreading"][0]).any(1)
-    assert is_own.sum() == ROWS // 2
-    is_free = np.asarray(example.batch.is_free_BL())
-    np.testing.assert_array_equal(
-        example.noise["proofreading"][0], (is_free & is_own[:, None]).astype(np.float32)
-    )
-    np.testing.assert_array_equal(
-        np.asarray(example.batch.tokens_BL)[~is_own], np.asarray(full.tokens_BL)[~is_own]
-    )
-    assert (np.asarray(example.batch.length_B)[~is_own] == 12).all()
-    assert (np.asarray(example.batch.length_B)[is_own] != 12).any()
-
-
-def test_a_mixture_of_one_shows_what_its_objective_shows():
-    mixture = Mixture({"elbo": _elbo()}, {"elbo": 1.0})
-    example = mixture.draw(BATCH, jax.random.key(4))
-    np.testing.assert_array_equal(
-        np.asarray(example.shown_BL == toy.MASK), np.asarray(example.noise["elbo"][0]) > 0
-    )
-    assert float(example.noise["elbo"][1]) == IS_FREE.sum()
-
-
 def test_a_share_of_the_batches_is_cut_to_one_uniform_length():
     full = Batch(BATCH.tokens_BL, jnp.full(ROWS, POSITIONS), jnp.zeros(ROWS, jnp.int32))
     cut = jax.jit(
@@ -262,8 +212,3 @@ def test_cut_batches_are_asked_for_nothing_beyond_their_length():
     assert length.max() < POSITIONS
     beyond = np.arange(POSITIONS)[None] >= length[:, None]
     assert not np.asarray(example.noise["elbo"][0])[beyond].any()
-
-
-def test_the_linear_schedule_is_the_default_of_the_config():
-
-    assert SCHEDULES[ObjectiveConfig().schedule](2.0) is LINEAR

@@ -13,7 +13,7 @@ import stage_cases
 import toy
 from oracles.processes import Enumerated
 
-from dlm_jax.config import Config, HeadsConfig, ObjectiveConfig
+from dlm_jax.config import Config, ObjectiveConfig
 from dlm_jax.data import Setup
 from dlm_jax.objectives import losses
 from dlm_jax.objectives.corruption import COSINE, LINEAR
@@ -28,16 +28,11 @@ from dlm_jax.objectives.objective import (
 from dlm_jax.objectives.processes import (
     PROCESSES,
     Masked,
-    Mixed,
     Process,
-    Shares,
     Uniform,
-    checked,
     divergence,
     noise_process,
-    process_of,
 )
-from dlm_jax.settings import Setting, per_row, rule
 from dlm_jax.training.tasks import check_process, make_mixture
 from dlm_jax.types import Network
 
@@ -66,7 +61,7 @@ def network(length: int = LENGTH) -> Network:
 
 
 NETWORK, PARAMS = network(), {"table": jnp.asarray(table())}
-INSTANCES = {name: process_of(name) for name in PROCESSES}
+INSTANCES = PROCESSES
 NOISY = ("uniform", "mixed")
 
 
@@ -261,101 +256,24 @@ def test_a_config_without_a_process_has_the_objective_of_before():
     ((name, objective),) = make_mixture(setup).objectives.items()
     assert name == "elbo" and objective.loss is None
     assert isinstance(noise_process(ObjectiveConfig()), Masked)
-    noisy = ObjectiveConfig(process="mixed", process_settings=("uniform_share=0.2",))
-    assert noise_process(noisy) == Mixed(uniform_share=0.2)
+    noisy = ObjectiveConfig(process="mixed")
     setup = replace(setup, config=replace(setup.config, objective=noisy))
     assert make_mixture(setup).objectives["elbo"].loss is not None
 
 
-@rule
-class Halves(Process):
-    """Half MASK and half uniform noise, as one's own module would have it."""
-
-    def shares(self, level):
-        return Shares(1 - level, 0.5 * level, 0.5 * level)
-
-
-@rule
-class Sticky(Halves):
-    def shares(self, level):
-        return Shares(1 - 0.5 * level, 0.5 * level, 0.0 * level)
-
-
-@rule
-class Chosen(Halves):
-    """A setting whose values in a config are names, and whose rows have numbers."""
-
-    kind: float = per_row(Setting("kind", "one", "half", choices={"one": 1.0, "two": 2.0}))
-
-
-@rule
-class Shrinking(Halves):
-    def shares(self, level):
-        mask = level * (1 - level) ** 3
-        return Shares(1 - level, mask, level - mask)
-
-
-def test_a_process_of_ones_own_is_named_by_its_module():
-    assert process_of(f"{__name__}:Halves") == Halves()
-    checked(Halves(), "own")
-    text = TEXTS[0]
-    levels, weights = nodes(FIRST)
-    found = enumerated(Halves(), PARAMS, text, levels, np.ones_like(levels), False)
-    assert np.isfinite(found).all() and found.min() >= -1e-4
-
-
-def test_settings_of_a_process_have_the_values_that_their_names_stand_for():
-    assert process_of(f"{__name__}:Chosen").kind == 1.0
-    assert process_of(f"{__name__}:Chosen", ("kind=two",)).kind == 2.0
-
-
-def _checks(share: float = 0.0, **objective):
-    heads = HeadsConfig(sampler_trunk_share=share)
-    return lambda: check_process(Config(objective=ObjectiveConfig(**objective), heads=heads))
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("objective", "message"),
     [
-        (_checks(process="unifrm"), "objective.process='unifrm' is not one of"),
-        (_checks(process="no.such:Thing"), "cannot be imported"),
-        (_checks(process="math:pi"), "is not a process"),
+        ({"process": "unifrm"}, "objective.process='unifrm' is not one of"),
         (
-            _checks(process="uniform", process_settings=("uniform_share=0.1",)),
-            "has 'uniform_share', which objective.process='uniform' does not have",
-        ),
-        (
-            _checks(process="mixed", process_settings=("uniform_share=1",)),
-            "uniform_share=1.0 is outside",
-        ),
-        (
-            _checks(process="uniform", denoising_share=0.5),
+            {"process": "uniform", "denoising_share": 0.5},
             "objective.denoising_share=0.5 requires objective.process='masked'",
         ),
-        (
-            _checks(0.5, process="uniform"),
-            "objective.process='uniform' is not supported with heads.sampler_trunk_share",
-        ),
-        (lambda: checked(Sticky(), "own:Sticky"), "does not decrease from 1"),
-        (lambda: checked(Shrinking(), "own:Shrinking"), "decreases faster"),
     ],
 )
-def test_what_no_process_can_be_is_refused_in_one_line(make, message):
-    with pytest.raises(ValueError, match="objective.process|uniform_share") as caught:
-        make()
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_noise_outside_the_vocabulary_is_refused():
-    ids = {"mask_id": MASK, "noise_ids": (0, V)}
-    batch = batch_of([(0, 1)])
-    noised = noised_at(
-        Uniform(), batch, jax.random.key(0), jnp.array([0.5]), schedule=LINEAR, **ids
-    )
-    with pytest.raises(
-        ValueError, match=f"^noise_ids=0..{V} are outside the vocabulary of {V} ids$"
-    ):
-        process_costs(network(), PARAMS, noised, **ids)
+def test_what_a_process_does_not_support_is_refused(objective, message):
+    with pytest.raises(ValueError, match=message):
+        check_process(Config(objective=ObjectiveConfig(**objective)))
 
 
 def test_each_row_has_its_own_stratum_of_times():
@@ -364,8 +282,3 @@ def test_each_row_has_its_own_stratum_of_times():
     )
     level_B = 1 - np.asarray(noised.noise.clean)[:, 0]
     assert set(np.floor(64 * level_B).astype(int)) == set(range(64))
-
-
-def test_uniform_noise_needs_no_mask():
-    shares = Uniform().shares(jnp.linspace(0.0, 1.0, 5))
-    assert float(jnp.max(shares.mask)) == 0

@@ -12,28 +12,14 @@ For every process, the level at a time is the ``masked_ratio`` of the noise sche
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import importlib
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.config import ObjectiveConfig
-from dlm_jax.settings import (
-    ABOVE_ZERO,
-    BELOW_ONE,
-    UNSET,
-    Rule,
-    Setting,
-    SettingError,
-    nearest,
-    rule,
-    static,
-)
 
 HIGHEST_LEVEL = 1.0 - 1e-4
 """Levels in a bound are clipped to this value, because the terms of the bound are 0 / 0 at 1."""
@@ -71,14 +57,15 @@ class Noise(NamedTuple):
     is_first: jax.Array
 
 
-class Process(Rule):
-    """A forward process; only `shares` is required.
+class Process:
+    """A forward process, defined by its `shares`.
 
     Attributes:
+      name: value of ``objective.process``.
       is_masked: whether MASK is the only noise, so that all visible tokens are correct.
     """
 
-    required: ClassVar[tuple[str, ...]] = ("shares",)
+    name: ClassVar[str]
     is_masked: ClassVar[bool] = False
 
     def shares(self, level: jax.Array, /) -> Shares:
@@ -169,7 +156,6 @@ class Process(Rule):
         )
 
 
-@rule
 class Masked(Process):
     """Replaces each free token with MASK; the probability equals the level (Sahoo et al. 2024,
     MDLM).
@@ -177,14 +163,13 @@ class Masked(Process):
     The bound is the weighted cross-entropy of `dlm_jax.objectives.objective.elbo`.
     """
 
-    about = "MASK"
+    name = "masked"
     is_masked = True
 
     def shares(self, level: jax.Array, /) -> Shares:
         return Shares(1.0 - level, level, jnp.zeros_like(level))
 
 
-@rule
 class Uniform(Process):
     """Replaces each free token with a uniform noise id; the probability equals the level.
 
@@ -192,36 +177,25 @@ class Uniform(Process):
     network is not conditioned on the level.
     """
 
-    about = "a uniformly random token"
+    name = "uniform"
 
     def shares(self, level: jax.Array, /) -> Shares:
         return Shares(1.0 - level, jnp.zeros_like(level), level)
 
 
-@rule
 class Mixed(Process):
     """A mixture of MASK and uniform noise. The probability of uniform noise is 0 at levels 0 and 1,
-    and ``uniform_share`` at level 1/2.
+    and p = 0.1 at level 1/2.
 
     At level ``v``, the probabilities are ``alpha = (1 - v) / C``, ``mask = v / C`` and ``text = B
-    sqrt(v (1 - v)) / C``, where ``C = 1 + B sqrt(v (1 - v))``, ``B = 2 p / (1 - p)`` and ``p`` is
-    ``uniform_share`` (von Rutte et al. 2025, GIDD, section 4.1 with gamma = 1).
+    sqrt(v (1 - v)) / C``, where ``C = 1 + B sqrt(v (1 - v))`` and ``B = 2 p / (1 - p)`` (von Rutte
+    et al. 2025, GIDD, section 4.1 with gamma = 1).
     """
 
-    about = "MASK at the end and uniformly random tokens in between"
-
-    uniform_share: float = static(
-        Setting(
-            "uniform_share",
-            0.1,
-            "mixed: share of uniform noise at level 1/2, in (0, 1)",
-            low=ABOVE_ZERO,
-            high=BELOW_ONE,
-        )
-    )
+    name = "mixed"
 
     def shares(self, level: jax.Array, /) -> Shares:
-        most = 2.0 * self.uniform_share / (1.0 - self.uniform_share)
+        most = 2.0 * 0.1 / (1.0 - 0.1)
         product = level * (1.0 - level)
         # The slope of a square root is infinite at the ends.
         is_inside = product > 0
@@ -230,83 +204,13 @@ class Mixed(Process):
         return Shares((1.0 - level) / total, level / total, most * root / total)
 
 
-PROCESSES: Mapping[str, type[Process]] = {
-    process.name: process for process in (Masked, Uniform, Mixed)
-}
+PROCESSES: Mapping[str, Process] = {one.name: one for one in (Masked(), Uniform(), Mixed())}
 """Processes by ``objective.process``."""
 
 
-@functools.lru_cache(maxsize=64)
-def process_of(name: str, settings: tuple[str, ...] = ()) -> Process:
-    """Returns the process that a config selects.
-
-    Args:
-      name: one of `PROCESSES`, or a custom ``module:Class``.
-      settings: settings of the process, each ``NAME=VALUE``.
-
-    Raises:
-      SettingError: the process does not exist, or a setting is unknown or invalid.
-    """
-    cls = PROCESSES.get(name) or _own(name)
-    fields = {
-        field.metadata["setting"].name: (field.name, field.metadata["setting"])
-        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if "setting" in field.metadata
-    }
-    values = {field: setting.resolved(setting.default) for field, setting in fields.values()}
-    for given in settings:
-        key, _, text = given.partition("=")
-        if key not in fields:
-            why = f"has {key!r}, which objective.process={name!r} does not have"
-            advice = nearest(key, tuple(fields)) if fields else "remove it"
-            raise SettingError("objective.process_settings", UNSET, why, advice)
-        field, setting = fields[key]
-        try:
-            values[field] = setting.resolved(setting.checked(_parsed(setting.kind, text)))
-        except ValueError as error:
-            if isinstance(error, SettingError):
-                raise
-            raise SettingError(key, text, "is not a number", "use a number, such as 0.1") from None
-    return cls(**values)
-
-
 def noise_process(objective: ObjectiveConfig) -> Process:
-    """The forward process of a config; raises SettingError as `process_of`."""
-    return process_of(objective.process, objective.process_settings)
-
-
-def _parsed(kind: type, text: str) -> object:
-    return {"true": True, "false": False}.get(text, text) if kind is bool else kind(text)
-
-
-def _own(name: str) -> type[Process]:
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise SettingError(
-            "objective.process",
-            name,
-            f"is not one of {', '.join(PROCESSES)}",
-            f"{nearest(name, tuple(PROCESSES))}, or pass your own as module:Class",
-        )
-    try:
-        cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise SettingError(
-            "objective.process",
-            name,
-            f"cannot be imported ({error})",
-            "put its module on the path",
-        ) from None
-    if not (isinstance(cls, type) and issubclass(cls, Process)) or not hasattr(
-        cls, "__dataclass_fields__"
-    ):
-        raise SettingError(
-            "objective.process",
-            name,
-            "is not a process",
-            "subclass dlm_jax.objectives.processes.Process under dlm_jax.rule",
-        )
-    return cls
+    """The forward process of a config."""
+    return PROCESSES[objective.process]
 
 
 def is_among(ids: tuple[int, ...], tokens: jax.Array) -> jax.Array:
@@ -334,15 +238,8 @@ def divergence(
     cross-entropy. For uniform diffusion, it is that of UDLM (Schiff et al. 2024, equation 18).
     Where ``is_first`` is True, the term is ``-ln p(x | z)`` of the reverse step to level 0. The
     logits are -inf at MASK, and `noise` is the `Process.noise` of these positions.
-
-    Raises:
-      ValueError: a noise id is outside the vocabulary.
     """
-    first, last, vocab_size = min(noise_ids), max(noise_ids), logits_NV.shape[1]
-    if not 0 <= first <= last < vocab_size:
-        raise ValueError(
-            f"noise_ids={first}..{last} are outside the vocabulary of {vocab_size} ids"
-        )
+    first, last = min(noise_ids), max(noise_ids)
     total_N = jax.nn.logsumexp(logits_NV, axis=1)
 
     def log_p(ids_N: jax.Array) -> jax.Array:
@@ -376,32 +273,3 @@ def divergence(
     data_N = jnp.maximum(jnp.where(is_same_N, alpha_N, 0.0) + noise.shown, 1e-30)
     last_N = jnp.log(model_N) - jnp.log(data_N) - log_true_N
     return jnp.where(noise.is_first, last_N, term_N)
-
-
-def checked(process: Process, name: str) -> Process:
-    """Returns the process if its shares are valid and no tokens are clean at level 1.
-
-    Raises:
-      SettingError: the shares are invalid. The message shows `name` as the value of the setting.
-    """
-    level = np.linspace(0.0, 1.0, 65, dtype=np.float32)
-    found = process.shares(jnp.asarray(level))
-    is_shares = isinstance(found, Shares) and all(jnp.shape(x) == (65,) for x in found)
-    kept: Any = np.stack([np.asarray(x) for x in found]) if is_shares else None
-
-    def refuse(why: str) -> SettingError:
-        return SettingError("objective.process", name, why, "correct its shares()")
-
-    if kept is None:
-        raise refuse("does not return Shares with the shape of the levels")
-    clean = kept[0]
-    if not np.isfinite(kept).all() or kept.min() < -1e-6 or abs(kept.sum(0) - 1).max() > 1e-5:
-        raise refuse("has shares that are not in [0, 1] or do not add up to 1")
-    if abs(clean[0] - 1) > 1e-6 or abs(clean[-1]) > 1e-6 or (np.diff(clean) > 1e-6).any():
-        raise refuse("has a clean share that does not decrease from 1 at level 0 to 0 at level 1")
-    # A negative rate would turn noise into another token in the forward process.
-    inner = clean[:-1]
-    for noise in kept[1:]:
-        if (noise[1:] - clean[1:] / inner * noise[:-1] < -1e-6).any():
-            raise refuse("has noise that decreases faster than the clean share")
-    return process

@@ -17,7 +17,7 @@ import dlm_jax
 from dlm_jax.config import Config, ObjectiveConfig, SamplingParams
 from dlm_jax.data import text_ids
 from dlm_jax.inference.model import Model
-from dlm_jax.objectives.processes import PROCESSES, process_of
+from dlm_jax.objectives.processes import PROCESSES
 from dlm_jax.sampling.commit.commit_rule import Proposal
 from dlm_jax.sampling.loop import start
 from dlm_jax.sampling.noise import NoiseContext
@@ -38,7 +38,7 @@ def oracle(name: str, temperature: float) -> Enumerated:
 def written(name: str, canvas: tuple[int, ...], **settings) -> np.ndarray:
     """How often each canvas of letters and MASK is the last one, ``[27]``."""
     model = enumerable.MODEL
-    facts = dataclasses.replace(model.facts, process=process_of(name))
+    facts = dataclasses.replace(model.facts, process=PROCESSES[name])
     advance = make_advance(model.program())
     sample = SamplingParams(
         **{"order": "posterior", "ignore_eos": True, "chain": ("temperature",)} | settings
@@ -96,7 +96,7 @@ def test_a_draft_is_where_the_chain_begins(name):
 
 def _rule_and_context(settings: list[dict], places: int = 3, *, process="uniform", **context):
     """A rule with a row for each of the settings, and a step of these rows."""
-    facts = dataclasses.replace(enumerable.MODEL.facts, process=process_of(process))
+    facts = dataclasses.replace(enumerable.MODEL.facts, process=PROCESSES[process])
     rows = [SamplingParams(ignore_eos=True, **one) for one in settings]
     shape = (len(rows), places)
     tokens_BL = jnp.zeros(shape, jnp.int32)
