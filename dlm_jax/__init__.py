@@ -128,6 +128,6 @@ def _advice(name: str) -> str:
     if name.startswith("_"):
         return ""
     for kind in ("commit", "edits", "kv_cache", "noise", "propose", "remask", "transforms"):
-        if name in importlib.import_module(f"dlm_jax.sampling.{kind}").__all__:
+        if hasattr(importlib.import_module(f"dlm_jax.sampling.{kind}"), name):
             return f"; it is in dlm_jax.sampling.{kind}"
     return ""
