@@ -215,12 +215,6 @@ class TrainConfig(Section, name="train"):
     checkpoint_every: Natural = setting(
         250, "steps between checkpoints; 0: only at the end", is_free=True
     )
-    local_checkpoint_dir: str = setting(
-        "", "directory on a disk of each host for more checkpoints (docs/pods.md)", is_free=True
-    )
-    local_checkpoint_every: Positive = setting(
-        50, "steps between checkpoints in local_checkpoint_dir", is_free=True
-    )
     keep_checkpoints: Positive = setting(2, "number of newest checkpoints to keep", is_free=True)
 
     def check(self) -> None:
@@ -257,12 +251,6 @@ class DataConfig(Section, name="data"):
         "character",
         "character: characters of the corpus; byte: the 256 bytes; bpe:N: trained on the corpus; "
         "init: from train.init_from; corpus: from shards; or the path of a tokenizer.json",
-    )
-    new_characters: str = setting(
-        "add",
-        "with tokenizer=init and a character model: add new characters of the corpus, with new "
-        "embeddings, and report them (add), or raise an error (refuse)",
-        choices=("add", "refuse"),
     )
     layout: str = setting(
         "windows",
