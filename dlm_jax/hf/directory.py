@@ -131,13 +131,16 @@ class _WithMaskRow:
 
     def __init__(self, tensors: Tensors, tables: Sequence[str]):
         self.entries, self._tensors, self._tables = tensors.entries, tensors, tables
+        self._last: tuple[str, np.ndarray] | None = None  # every device reads its part of a table
 
     def read(self, name: str) -> np.ndarray:
-        stored = self._tensors.read(name)
         if name not in self._tables:
-            return stored
-        table = np.asarray(stored, np.float32)
-        return np.concatenate([table, np.asarray(jnp.mean(table, axis=0, keepdims=True))])
+            return self._tensors.read(name)
+        if self._last is None or self._last[0] != name:
+            table = np.asarray(self._tensors.read(name), np.float32)
+            row = np.asarray(jnp.mean(table, axis=0, keepdims=True))
+            self._last = name, np.concatenate([table, row])
+        return self._last[1]
 
 
 def _describe(directory: Path, ignore: Sequence[str] = (), *, adds_mask: bool) -> Published:

@@ -1,7 +1,7 @@
 """Loads a published model's weights from safetensors files into device arrays, and writes them.
 
 Files are mapped into memory and copied tensor by tensor into the parameters; nothing is unpickled.
-Host memory contains at most the local shards of one parameter, besides mapped pages.
+Host memory contains at most one device's shard of one parameter, besides mapped pages.
 """
 
 from __future__ import annotations
@@ -180,7 +180,14 @@ def read_params(
         if sharding is None:
             parameter = jax.device_put(shard((slice(None),) * leaf.ndim))
         else:
-            parameter = jax.make_array_from_callback(leaf.shape, sharding, shard)
+            indices = sharding.addressable_devices_indices_map(leaf.shape)
+            parts_of_devices = [
+                jax.block_until_ready(jax.device_put(shard(index), device))
+                for device, index in indices.items()
+            ]
+            parameter = jax.make_array_from_single_device_arrays(
+                leaf.shape, sharding, parts_of_devices
+            )
         return jax.block_until_ready(finish(path, parameter))
 
     map_named(finish, abstract)
