@@ -182,7 +182,7 @@ def read_params(
         else:
             indices = sharding.addressable_devices_indices_map(leaf.shape)
             parts_of_devices = [
-                jax.block_until_ready(jax.device_put(shard(index), device))
+                jax.block_until_ready(jax.device_put(shard(index), device, may_alias=False))
                 for device, index in indices.items()
             ]
             parameter = jax.make_array_from_single_device_arrays(
