@@ -60,18 +60,6 @@ def test_without_texts_the_held_out_part_of_a_corpus_is_scored(run_dir, tmp_path
     assert record["characters"] == record["tokens"] == pytest.approx(0.05 * 24 * 40, abs=2)
 
 
-def test_the_line_reads_well(run_dir, tmp_path, capsys):
-    path = tmp_path / "one.txt"
-    path.write_text("The cat sat.")
-    assert evaluation.main(["--checkpoint", str(run_dir), "--text", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    for part in ("nats/token", "bits/character", "upper bound", "12 characters"):
-        assert part in out
-    # One window has no interval.
-    assert "+-" not in out
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

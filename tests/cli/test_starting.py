@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import pytest
-import tiny_run
 
 from dlm_jax.cli import common, sample, train
 from dlm_jax.cli.ends import End
@@ -58,22 +57,3 @@ def test_a_jax_that_hides_its_service_is_told_and_the_work_is_done(monkeypatch, 
     monkeypatch.setattr(processes, "_client", lambda: None)
     assert run_together(lambda: 4, lambda error: 70, print) == 4
     assert "hides its coordination service" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_two_processes_resume_a_run_by_its_directory(tmp_path):
-    given = {"train__steps": 40, "train__eval_every": 0, "train__checkpoint_every": 0}
-    with pytest.MonkeyPatch.context() as patch:
-        tiny_run.stop_after(5, patch)
-        assert tiny_run.run(tmp_path, **given).reason == "interrupted"
-    port = tiny_run.free_port()
-    children = [
-        tiny_run.program(
-            *("--resume", tmp_path, "--distributed", "--coordinator", f"127.0.0.1:{port}"),
-            *("--num-processes", "2", "--process-id", index),
-        )
-        for index in range(2)
-    ]
-    errors = [child.communicate(timeout=300)[1] for child in children]
-    assert [child.returncode for child in children] == [0, 0], errors
-    assert f"continuing {tmp_path} from step 5 of 40" in errors[0]

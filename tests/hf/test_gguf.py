@@ -276,11 +276,6 @@ def test_an_unknown_quantisation_is_one_line_and_code_2(number, told, tmp_path, 
     assert code == 2 and line.count("\n") == 1 and told in line
 
 
-def test_a_file_that_is_missing_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.gguf does not exist"):
-        dlm_jax.load(tmp_path / "none.gguf")
-
-
 TEXTS = (
     "Hello world", "In 1984, 365 days and 12:30:59.", "3.14159", "def f(x):\n    return x[0] + 1\n",
     "for (int i = 0; i < 10; ++i) {\n\t\tx += i;\n}", "Ünïcödé äöü ß", "日本語のテキスト",

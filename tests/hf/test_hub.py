@@ -98,18 +98,6 @@ def test_an_id_is_fetched_once_and_read_from_the_cache_then(directory, client, t
         assert lost.startswith("checkpoint: checkpoint='org/x' is not a local path, the Hub ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing@v1"])
-def test_the_program_refuses_what_is_not_there_in_one_line(client, name):
-    with serving_hub() as hub:
-        for url in (hub.url, "http://127.0.0.1:9"):
-            done = client(url, [str(ROOT / "sample.py"), "--checkpoint", name, "--prompt", "A"])
-            assert done.returncode == 2 and done.stdout == ""
-            lines = done.stderr.strip().splitlines()
-            assert lines[-1].startswith(f"error: --checkpoint={name!r} is ")
-            assert "Traceback" not in done.stderr and ";" in lines[-1]
-
-
 def test_without_the_extra_the_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(SystemExit) as ended:

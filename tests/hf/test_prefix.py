@@ -68,18 +68,6 @@ def test_prompts_begin_with_the_prefix_and_ids_do_not(model):
     assert result.tokens[0][:3].tolist() == _ids("hi") and result.texts[0].startswith("hi")
 
 
-def test_the_server_begins_a_text_with_the_prefix(model):
-    http = pytest.importorskip("dlm_jax.serving.protocol")
-    planner = http.Planner(model, "m", http.Limits())
-    for fields, text in (({"prompt": "hi"}, "hi"), ({"prompt": ""}, "")):
-        (request,) = planner.answer(http.Completion(max_tokens=2, **fields)).requests
-        assert request.tokens.tolist() == [*_ids(text), cases.MASK, cases.MASK]
-    (request,) = planner.answer(http.Completion(prompt=[1], max_tokens=2)).requests
-    assert request.tokens[0] == 1
-    (request,) = planner.answer(http.Infill(prefix="a", suffix="b", max_tokens=1)).requests
-    assert request.tokens.tolist() == [*_ids("a"), cases.MASK, 1]
-
-
 def test_scores_are_those_of_rows_with_the_prefix(model):
     text = "the cat sat on the mat. " * 4
     found = dlm_jax.score(model, [text], num_draws=2)
