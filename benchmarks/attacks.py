@@ -295,7 +295,8 @@ def ends(folder: Path, count: int, rng: random.Random) -> Found:
     requests = f"--prompts {folder}/in.jsonl --output {folder}/o"
     expected = _shell(folder, run)[1]
     for command, before in (
-        (f"{run} 2>&-", ""), (f"{run} <&-", ""), (run, "XDG_CACHE_HOME=/proc"), (run, "PYTHONIOENCODING=ascii"),
+        (f"{run} 2>&-", ""), (f"{run} <&-", ""),
+        (run, "XDG_CACHE_HOME=/proc"), (run, "PYTHONIOENCODING=ascii"),
     ):  # fmt: skip
         code, out, err = _shell(folder, command, before)
         is_good = code == 0 and out == expected and "Traceback" not in err
