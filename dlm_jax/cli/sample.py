@@ -144,10 +144,11 @@ def _check_modes(args: argparse.Namespace) -> None:
         if getattr(args, name) and (args.watch or args.trace):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} and --watch or --trace cannot be combined; remove one")
-    if args.trace is not None and (
-        Path(args.trace).is_dir() or not Path(args.trace).parent.is_dir()
-    ):
-        raise ValueError(f"--trace {args.trace} is no file of an existing directory; name one")
+    page = None if args.trace is None else Path(args.trace)
+    if page is not None and page.is_dir():
+        raise ValueError(f"--trace {page} is a directory; pass a file")
+    if page is not None and not page.parent.is_dir():
+        raise ValueError(f"--trace {page}: the directory does not exist; create it first")
 
 
 @program

@@ -256,8 +256,8 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
         (["--prompts", "in.jsonl"], "--prompts and --output require each other"),
         (["--output", "out.jsonl"], "--prompts and --output require each other"),
         (["--prompts", "i", "--output", "o", "--prompt", "A"], "--prompt has no effect with"),
-        (["--prompts", "i", "--output", "o", "--watch"], "--watch shows a single text"),
-        (["--prompts", "i", "--output", "o", "--trace", "t"], "run one request with its --prompt"),
+        (["--prompts", "i", "--output", "o", "--watch"], "--watch has no effect with"),
+        (["--prompts", "i", "--output", "o", "--trace", "t"], "--trace has no effect with"),
         (
             ["--allow-host-sampler", "json"],
             "applies only to requests of --prompts; use --host-sampler",

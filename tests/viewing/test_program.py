@@ -24,8 +24,7 @@ def test_a_page_that_cannot_be_written_costs_no_text(tmp_path, capsys, monkeypat
     out, err = capsys.readouterr()
     assert out == text
     assert f"error: --trace {page} cannot be written: No space left on device" in err
-    for bad, said in ((tmp_path, "is a directory"), ("/proc/page.html", "cannot be written")):
-        with pytest.raises(SystemExit) as ended:
-            sample.main([*run, "--trace", str(bad)])
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        sample.main([*run, "--trace", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "is a directory" in capsys.readouterr().err
