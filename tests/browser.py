@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -134,8 +133,3 @@ class Browser:
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key.strip() or "Space",
                 windowsVirtualKeyCode=code, modifiers=modifiers)  # fmt: skip
-
-    def screenshot(self, path: Path) -> None:
-        """Writes a picture of the window, a PNG."""
-        data = self.call("Page.captureScreenshot", format="png")["data"]
-        path.write_bytes(base64.b64decode(data))

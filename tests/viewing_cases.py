@@ -27,6 +27,9 @@ def frame(text: str = "", *, row=0, step=0, committed=None, logprobs=None, **cha
         committed = np.where(is_hole | is_frozen, -1, 0)
     if logprobs is None:
         logprobs = np.where(is_hole | is_frozen, 0, -0.5)
+    committed, logprobs = np.asarray(committed), np.asarray(logprobs, np.float32)
+    if changes.get("origin") is not None:
+        changes["origin"] = np.asarray(changes["origin"], np.int32)
     return Frame(row, step, tokens, is_frozen, is_hole, committed, logprobs, **changes)
 
 

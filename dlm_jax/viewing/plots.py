@@ -66,24 +66,16 @@ def plot_confidence(trace: Trace, row: int = 0) -> Figure:
     above.set(ylabel="position", title=f"row {row}: uncertainty of each step")
     steps = np.arange(num_steps)
     for label, values in (("entropy (nats)", entropy), ("confidence", confidence)):
-        below.plot(steps, _means(values), label=label)
+        mean = np.ma.masked_invalid(values).mean(axis=1)  # masked where no token was drawn
+        below.plot(steps, np.ma.filled(mean, np.nan), label=label)
     below.set(xlabel="step", ylabel="mean")
     below.legend()
     return figure
 
 
-def _means(values: np.ndarray) -> np.ndarray:
-    """The mean per step; NaN where no token was drawn."""
-    count = np.isfinite(values).sum(axis=1)
-    total = np.nansum(values, axis=1)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-
 def _check(trace: Any, row: int) -> None:
     if not isinstance(trace, Trace):
-        raise ValueError(
-            f"trace is a {type(trace).__name__}; pass result.trace of generate(..., trace=True)"
-        )
+        raise ValueError(f"trace={trace!r:.60} is none; pass result.trace of generate(trace=True)")
     if not 0 <= row < len(trace.steps):
         raise ValueError(f"row={row} is not in the trace; use 0 to {len(trace.steps) - 1}")
 

@@ -1,125 +1,16 @@
-"""Shows a canvas in a terminal as lines of cells, with one visible glyph per character."""
+"""Shows canvases in a terminal while they are denoised, with one visible glyph per character."""
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
 
-from dlm_jax.settings import SettingError
+from dlm_jax.settings import require
 from dlm_jax.viewing.frames import Changes, Frame, Kind, Pieces, changes
-
-# Replacements for glyphs that the stream's encoding does not have.
-_PLAIN = {"░": "_", "▒": "~", "⏎": "\\n", "␉": "\\t", "⟨": "<", "⟩": ">", "…": "..."}
-_UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-
-
-class Cell(NamedTuple):
-    """A glyph, its width in terminal columns, its kind, and whether a line ends after the glyph."""
-
-    sign: str
-    columns: int
-    kind: Kind
-    ends_line: bool = False
-
-
-def cells(frame: Frame, seen: Changes, pieces: Pieces, encoding: str) -> Iterator[Cell]:
-    """The cells of a canvas: one cell per hole and per character.
-
-    A character that consists of several tokens has the largest `Kind` among them.
-    """
-
-    def cell(char: str, kind: Kind) -> Cell:
-        return Cell(*_sign(char, encoding), kind, char == "\n")
-
-    kinds = [Kind(kind) for kind in seen.kinds.tolist()]
-    for piece in pieces.split(frame.tokens, frame.is_hole):
-        kind = max(kinds[piece.start : piece.stop])
-        if not piece.text:
-            yield cell("▒" if kind is Kind.REMASKED else "░", kind)
-        for index, char in enumerate(piece.text):
-            if index == 0 and unicodedata.combining(char):
-                yield cell("◌", kind)  # a combining accent must not attach to the previous glyph
-            yield cell(char, kind)
-
-
-@lru_cache(maxsize=4096)
-def _sign(char: str, encoding: str) -> tuple[str, int]:
-    """The glyph for `char`, and its width in columns."""
-    if char == "\n":
-        sign = "⏎"
-    elif char < " ":
-        sign = chr(0x2400 + ord(char))
-    elif unicodedata.category(char) in _UNSEEN:
-        sign = "\ufffd"
-    else:
-        sign = char
-    if not writes(sign, encoding):
-        sign = _PLAIN.get(sign, "?")
-        return sign, len(sign)
-    if unicodedata.combining(char):
-        return sign, 0
-    return sign, 2 if unicodedata.east_asian_width(sign) in "WF" else 1
-
-
-def writes(text: str, encoding: str) -> bool:
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-def wrap(canvas: Iterator[Cell], width: int) -> list[list[Cell]]:
-    """Wraps cells into lines of at most `width` columns, after a space or hole if possible.
-
-    A space at the start of a wrapped line is dropped. There is always room for the glyph that marks
-    a line end.
-    """
-    lines: list[list[Cell]] = []
-    line: list[Cell] = []
-    used = 0
-    for cell in canvas:
-        if not cell.ends_line and used + cell.columns > width - 2:
-            at = len(line) if cell.sign == " " else _last_break(line)
-            lines.append(line[:at])
-            line = line[at:]
-            used = sum(kept.columns for kept in line)
-            if cell.sign == " " and not line:
-                continue
-        line.append(cell)
-        used += cell.columns
-        if cell.ends_line:
-            lines.append(line)
-            line, used = [], 0
-    return [*lines, line] if line else lines
-
-
-def _last_break(line: list[Cell]) -> int:
-    """The index at which to break `line`: after the last space or hole, or at the end."""
-    for at in range(len(line), 0, -1):
-        if line[at - 1].sign == " " or line[at - 1].kind in (Kind.HOLE, Kind.REMASKED):
-            return at
-    return len(line)
-
-
-def paint(line: list[Cell], style: Callable[[Kind], str]) -> str:
-    """The line as text, with kinds shown by terminal styles; an empty style has no effect."""
-    out, last = [], ""
-    for cell in line:
-        code = style(cell.kind)
-        if code != last:
-            out.append("\x1b[0m" if last else "")
-            out.append(f"\x1b[{code}m" if code else "")
-            last = code
-        out.append(cell.sign)
-    return "".join(out) + ("\x1b[0m" if last else "")
-
 
 # Colours come from the terminal's palette, so that they follow the theme. New tokens are also
 # underlined, so that a new space is visible.
@@ -133,16 +24,16 @@ _STYLES = {
     Kind.INSERTED: "1;4;32",
 }
 _MIN_WIDTH = 16
-# Seconds per step, slow enough to follow, and total seconds above which steps are shown faster.
-_PACE = 0.15
-_LONGEST = 12.0
-# The minimum number of lines shown for a row: a header and three lines of text.
-_MIN_LINES = 4
+
+Cell = tuple[str, Kind]
+"""A glyph and its kind."""
 
 
 def pace_of(steps: int) -> float:
-    """Seconds to show each step of a row with this many steps."""
-    return min(_PACE, _LONGEST / max(steps, 1))
+    """Seconds to show each step of a row with this many steps: slow enough to follow, at most 12 s
+    in total.
+    """
+    return min(0.15, 12.0 / max(steps, 1))
 
 
 class Watch:
@@ -174,25 +65,18 @@ class Watch:
         names: Mapping[int, str] | None = None,
         pace: float = 0.0,
     ):
-        if width is not None and width < _MIN_WIDTH:
-            raise SettingError(
-                "width", width, "is too narrow to read", f"use at least {_MIN_WIDTH}"
-            )
-        if rows_shown < 1:
-            raise SettingError("rows_shown", rows_shown, "shows nothing", "use at least 1")
-        self._pieces = Pieces(decode, names)
-        self._stream = stream
-        self._encoding = getattr(stream, "encoding", None) or "utf-8"
-        self._is_terminal = bool(getattr(stream, "isatty", lambda: False)())
+        is_wide = width is None or width >= _MIN_WIDTH
+        require(is_wide, "width", width, "is too narrow to read", f"use at least {_MIN_WIDTH}")
+        require(rows_shown >= 1, "rows_shown", rows_shown, "shows nothing", "use at least 1")
+        self._pieces, self._stream = Pieces(decode, names), stream
+        self._is_terminal = stream.isatty()
         if use_colour is None:
             use_colour = self._is_terminal and not os.environ.get("NO_COLOR")
         self._use_colour = use_colour
-        self._size = (width, height)
-        self._rows_shown = rows_shown
+        self._size, self._rows_shown = (width, height), rows_shown
         self._before: dict[int, Frame] = {}
         self._drawn = 0
-        self._pace = pace if self._is_terminal else 0.0
-        self._last = -math.inf
+        self._pace, self._next = (pace if self._is_terminal else 0.0), 0.0
         self.waited = 0.0
 
     def show(self, frames: Sequence[Frame]) -> None:
@@ -202,70 +86,97 @@ class Watch:
         """
         if not frames:
             return
-        width, height = self._measure()
-        shown, room = self._share(len(frames), height)
+        try:
+            size = os.get_terminal_size(self._stream.fileno())
+        except (OSError, ValueError):
+            size = shutil.get_terminal_size()
+        width, height = self._size[0] or size.columns, self._size[1] or size.lines or 24
+        # More lines than the terminal has would leave fragments in the scroll-back. Three lines are
+        # the cursor's, a blank one, and "and N more rows"; a row has at least four.
+        shown, room = min(len(frames), self._rows_shown), 1 << 30
+        if self._is_terminal:
+            shown = max(1, min(shown, (height - 2) // 5))
+            room = max((height - 2) // shown - 1, 2)
         blocks = [self._block(frame, width, room) for frame in frames[:shown]]
-        hidden = len(frames) - shown
-        if hidden:
+        if hidden := len(frames) - shown:
             blocks.append([f"and {hidden} more row{'s' if hidden > 1 else ''}"])
         lines = [line for block in blocks for line in [*block, ""]]
+        text = "".join(f"{line}\n" for line in lines)
         if self._is_terminal:
             up = f"\x1b[{self._drawn}A" if self._drawn else ""
             text = f"\r{up}" + "".join(f"{line}\x1b[K\n" for line in lines[:-1]) + "\x1b[J"
             self._drawn = len(lines) - 1
-        else:
-            text = "".join(f"{line}\n" for line in lines)
-        self._wait()
-        self._stream.write(text)
-        self._stream.flush()
-        self._before = {frame.row: frame for frame in frames}
-
-    def _wait(self) -> None:
-        """Waits until the previous drawing has been visible for at least `pace` seconds."""
-        rest = self._last + self._pace - time.monotonic()
+        rest = self._next - time.monotonic()
         if rest > 0:
             time.sleep(rest)
             self.waited += rest
-        self._last = time.monotonic()
+        self._next = time.monotonic() + self._pace
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(text.encode(encoding, errors="replace").decode(encoding))
+        self._stream.flush()
+        self._before = {frame.row: frame for frame in frames}
 
-    def _measure(self) -> tuple[int, int | None]:
-        """The number of columns and lines of the stream; lines are None except on a terminal."""
-        width, height = self._size
-        try:
-            size = os.get_terminal_size(self._stream.fileno())
-        except (AttributeError, OSError, ValueError):
-            size = shutil.get_terminal_size((80, 24))
-        height = height or size.lines or 24
-        return max(width or size.columns, _MIN_WIDTH), height if self._is_terminal else None
-
-    def _share(self, num_rows: int, height: int | None) -> tuple[int, int | None]:
-        """The number of rows to draw, and the maximum number of lines per row (None for no limit).
-
-        Drawing more lines than the terminal has would leave fragments in the scroll-back.
-        """
-        shown = min(num_rows, self._rows_shown)
-        if height is None:
-            return shown, None
-        height -= 3  # the cursor's line, a blank line, and "and N more rows"
-        shown = max(1, min(shown, (height + 1) // (_MIN_LINES + 1)))
-        return shown, max((height + 1) // shown - 1, 2)
-
-    def _block(self, frame: Frame, width: int, room: int | None) -> list[str]:
+    def _block(self, frame: Frame, width: int, room: int) -> list[str]:
         before = self._before.get(frame.row)
         if before is not None and before.step > frame.step:
             before = None  # another row now has this number
         seen = changes(before, frame)
-        lines = wrap(cells(frame, seen, self._pieces, self._encoding), width)
+        lines = wrapped(frame, seen, self._pieces, width - 1)
         header = _header(frame, seen)
-        if room is not None and len(lines) > room - 1:
-            is_new = [any(cell.kind not in (Kind.GIVEN, Kind.KEPT) for cell in ln) for ln in lines]
-            first = is_new.index(True) if any(is_new) else 0
-            first = min(first, len(lines) - room + 1)
+        if len(lines) > room - 1:
+            is_new = [any(kind not in (Kind.GIVEN, Kind.KEPT) for _, kind in ln) for ln in lines]
+            first = min(is_new.index(True) if any(is_new) else 0, len(lines) - room + 1)
             header += f"  lines {first + 1}-{first + room - 1} of {len(lines)}"
             lines = lines[first : first + room - 1]
-        bold, plain = ("\x1b[1m", "\x1b[0m") if self._use_colour else ("", "")
-        style = _STYLES.__getitem__ if self._use_colour else lambda _: ""
-        return [bold + header[: width - 1] + plain, *(paint(line, style) for line in lines)]
+        header = header[: width - 1]
+        if not self._use_colour:
+            return [header, *("".join(sign for sign, _ in line) for line in lines)]
+        return [f"\x1b[1m{header}\x1b[0m", *map(_painted, lines)]
+
+
+def wrapped(frame: Frame, seen: Changes, pieces: Pieces, width: int) -> list[list[Cell]]:
+    """The lines of a canvas, of at most `width` columns: a cell per hole and per character.
+
+    A character that consists of several tokens has the largest `Kind` among them.
+    """
+    lines: list[list[Cell]] = [[]]
+    used = 0
+    for piece in pieces.split(frame.tokens, frame.is_hole):
+        kind = Kind(int(seen.kinds[piece.start : piece.stop].max()))
+        for char in piece.text or ("▒" if kind is Kind.REMASKED else "░"):
+            sign = _glyph(char)
+            columns = 2 if unicodedata.east_asian_width(sign) in "WF" else 1
+            if used + columns > width:
+                lines.append([])
+                used = 0
+            lines[-1].append((sign, kind))
+            used += columns
+            if char == "\n":
+                lines.append([])
+                used = 0
+    return lines if lines[-1] else lines[:-1]
+
+
+def _glyph(char: str) -> str:
+    """What shows a character, without moving the cursor or joining the previous glyph."""
+    if char == "\n":
+        return "⏎"
+    if char < " ":
+        return chr(0x2400 + ord(char))
+    is_hidden = unicodedata.combining(char) or unicodedata.category(char)[0] in "CM"
+    is_hidden = is_hidden or unicodedata.category(char) in ("Zl", "Zp")
+    return "\ufffd" if is_hidden else char
+
+
+def _painted(line: Sequence[Cell]) -> str:
+    out, last = [], ""
+    for sign, kind in line:
+        style = _STYLES[kind]
+        if style != last:
+            out.append("\x1b[0m" * bool(last) + f"\x1b[{style}m" * bool(style))
+        out.append(sign)
+        last = style
+    return "".join(out) + "\x1b[0m" * bool(last)
 
 
 def _header(frame: Frame, seen: Changes) -> str:
@@ -277,6 +188,4 @@ def _header(frame: Frame, seen: Changes) -> str:
             parts.append(f"{kind.name.lower()} {count}")
     if seen.deleted.size:
         parts.append(f"deleted {seen.deleted.size}")
-    if frame.status != "running":
-        parts.append(frame.status)
-    return "  ".join(parts)
+    return "  ".join(parts if frame.status == "running" else [*parts, frame.status])

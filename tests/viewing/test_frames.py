@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from viewing_cases import frame, random_row
 
@@ -29,7 +28,7 @@ SIGNS = {"g": Kind.GIVEN, "h": Kind.HOLE, "k": Kind.KEPT, "f": Kind.FRESH, "w": 
 )
 def test_each_position_has_the_kind_of_what_happened_to_it(before, after, origin, kinds, deleted):
     old = None if before is None else frame(before)
-    new = frame(after, step=1, origin=None if origin is None else np.array(origin, np.int32))
+    new = frame(after, step=1, origin=origin)
     seen = changes(old, new)
     assert [Kind(kind) for kind in seen.kinds] == [SIGNS[sign] for sign in kinds]
     assert seen.deleted.tolist() == deleted
@@ -69,22 +68,12 @@ def _told(before: Frame, after: Frame, place: int, came: int) -> Kind:
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
-        (frame("AA"), frame("AA", row=1, step=1), "frames of one row"),
-        (frame("AA", step=2), frame("AA", step=1), "are out of order"),
+        (frame("AA"), frame("AA", row=1, step=1), "pass a row's frames in order"),
+        (frame("AA", step=2), frame("AA", step=1), "pass a row's frames in order"),
         (frame("AA"), frame("AAA", step=1), "without an origin"),
-        (frame("AA"), frame("AA", step=1, origin=[1, 0]), "is not ascending"),
-        (frame("AA"), frame("AA", step=1, origin=[0, 2]), "is not ascending"),
-        (frame("AA"), frame("AA", step=1, origin=[-2, 0]), "is not ascending"),
     ],
 )
 def test_frames_that_do_not_follow_each_other_are_refused(before, after, told):
     with pytest.raises(ValueError, match=told) as error:
         changes(before, after)
     assert "\n" not in str(error.value)
-
-
-def test_a_frame_whose_arrays_do_not_fit_is_refused():
-    with pytest.raises(ValueError, match="committed has shape"):
-        frame("AAA", committed=[0])
-    with pytest.raises(ValueError, match="position 1 is frozen and a hole"):
-        Frame(0, 0, np.zeros(2), np.ones(2), np.array([0, 1]), np.zeros(2), np.zeros(2))

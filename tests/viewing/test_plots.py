@@ -55,7 +55,7 @@ def test_a_plot_of_confidence_shows_the_means_of_each_step():
 
 
 def test_what_is_no_trace_or_no_row_is_refused():
-    with pytest.raises(ValueError, match="trace is a NoneType"):
+    with pytest.raises(ValueError, match="trace=None is none"):
         plot_trace(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="row=2 is not in the trace; use 0 to 1"):
         plot_confidence(_trace(), row=2)

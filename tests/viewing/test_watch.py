@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import re
 
+import numpy as np
 import pytest
 from viewing_cases import decode, frame, random_row
 
 from dlm_jax.viewing import watch as watching
-from dlm_jax.viewing.watch import Watch, pace_of
+from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
+from dlm_jax.viewing.watch import Watch, pace_of, wrapped
 
 
 class Stream(io.StringIO):
@@ -130,15 +132,34 @@ def test_what_a_narrow_encoding_cannot_write_never_reaches_it():
     watch = Watch(decode, pipe, width=40, names={13: "⟨eos⟩"})
     for one in random_row(0, seed=1):
         watch.show([one])
-    assert pipe.getvalue().isascii()
-    assert "_" in pipe.getvalue()
-    assert "<eos>" in pipe.getvalue()
+    assert pipe.getvalue().isascii() and "?eos?" in pipe.getvalue()
 
 
-def test_no_rows_draw_nothing():
-    terminal = Stream(is_terminal=True)
-    Watch(decode, terminal).show([])
-    assert terminal.getvalue() == ""
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("a\n", "a⏎"), ("\x1b[2J", "␛[2J"), ("\x7f\x9b\u202e", "\ufffd" * 3), ("漢", "漢"),
+     ("e\u0301", "e\ufffd"), ("\ud800", "\ufffd")],
+)  # fmt: skip
+def test_every_character_is_a_glyph_that_moves_no_cursor(text, shown):
+    one = frame("A")
+    lines = wrapped(one, changes(None, one), Pieces(lambda _: text), 40)
+    assert ["".join(sign for sign, _ in line) for line in lines] == [shown]
+
+
+def test_wide_glyphs_take_two_columns():
+    one = frame("AAA")
+    lines = wrapped(one, changes(None, one), Pieces(lambda _: "漢"), 5)
+    assert [len(line) for line in lines] == [2, 1]
+
+
+def test_a_character_of_two_tokens_takes_the_kind_that_changed_most():
+    ids, none = np.array([3, 4], np.int32), np.zeros(2, bool)
+    before = Frame(0, 0, ids, none, np.array([False, True]), np.array([0, -1]), np.zeros(2))
+    after = Frame(0, 1, ids, none, none, np.array([0, 1]), np.zeros(2))
+    assert wrapped(after, changes(before, after), Pieces(decode), 9) == [[("é", Kind.FRESH)]]
+    before, after = frame("A.."), frame("...", step=1)
+    (line,) = wrapped(after, changes(before, after), Pieces(decode), 9)
+    assert [sign for sign, _ in line] == ["▒", "░", "░"]
 
 
 @pytest.mark.parametrize("given", [{"width": 3}, {"rows_shown": 0}])
