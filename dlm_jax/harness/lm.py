@@ -19,7 +19,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +37,7 @@ from dlm_jax.inference.token_logprobs import DecodingRow, order_logprobs
 from dlm_jax.objectives.likelihood import bound_at, causal_costs
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.sampling.positions import group_size
+from dlm_jax.sampling.rules import with_rules
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params, Status
 
@@ -102,36 +102,22 @@ def _fitted(
 def windows_of(model: Model, text: str) -> list[Pair]:
     """Splits a text into windows that together score each token once. The last window begins with
     tokens of the previous window as context.
+
+    If the network predicts tokens only from those before them, each window begins with a given
+    token and is one token longer than the canvas, because the last token is not read.
     """
     ids = model.tokenizer.encode(text).astype(np.int32)
     if not ids.size:
         raise ValueError("the text is empty; pass a text to score")
+    prefix, more = np.array(model.prefix_ids, np.int32), 0
     if not model.network.predicts_first:
-        return _windows_after_first(model, ids)
-    prefix = np.array(model.prefix_ids, np.int32)
-    size = model.max_length - prefix.size
-
-    def window(part: np.ndarray, given: int) -> Pair:
-        return Pair(np.concatenate([prefix, part]), prefix.size + given)
-
-    found = [window(ids[first : first + size], 0) for first in range(0, ids.size, size)]
-    rest = ids.size % size
-    if rest and len(found) > 1:
-        found[-1] = window(ids[-size:], size - rest)
-    return found
-
-
-def _windows_after_first(model: Model, ids: np.ndarray) -> list[Pair]:
-    """`windows_of` for a network that predicts tokens only from those before them.
-
-    The first window begins with a given token, and each other window with the last token of the
-    previous one, so a row has one token more than the canvas. The last token is not read.
-    """
-    ids, size = np.concatenate([_first_token(model), ids]), model.max_length
-    found = [Pair(ids[first : first + size + 1], 1) for first in range(0, ids.size - 1, size)]
-    rest = (ids.size - 1) % size
-    if rest and len(found) > 1:
-        found[-1] = Pair(ids[-(size + 1) :], size + 1 - rest)
+        ids, prefix, more = np.concatenate([_first_token(model), ids]), prefix[:0], 1
+    size, count = model.max_length - prefix.size, ids.size - more
+    found = []
+    for first in range(0, count, size):
+        begin = max(0, min(first, count - size))
+        part = np.concatenate([prefix, ids[begin : begin + size + more]])
+        found.append(Pair(part, prefix.size + more + first - begin))
     return found
 
 
@@ -144,69 +130,6 @@ _LENGTH = 256
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the length argument, in lm-evaluation-harness's order of precedence."""
 
-_READ = ("do_sample", "until", *_LENGTHS, "temperature")
-
-_WITHOUT_COUNTERPART = frozenset(
-    (
-        "assistant_early_exit",
-        "bad_words_ids",
-        "best_of",
-        "bos_token_id",
-        "cache_implementation",
-        "constraints",
-        "diversity_penalty",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "encoder_repetition_penalty",
-        "eos_token_id",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "exponential_decay_length_penalty",
-        "force_words_ids",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "include_stop_str_in_output",
-        "length_penalty",
-        "max_time",
-        "min_length",
-        "min_new_tokens",
-        "min_tokens",
-        "n",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_logits",
-        "output_scores",
-        "pad_token_id",
-        "penalty_alpha",
-        "prompt_lookup_num_tokens",
-        "remove_invalid_values",
-        "renormalize_logits",
-        "return_dict_in_generate",
-        "sequence_bias",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "suppress_tokens",
-        "synced_gpus",
-        "top_h",
-        "use_beam_search",
-        "use_cache",
-    )
-)
-"""Generation arguments of other models without an equivalent in this library."""
-
-_ON_BY_DEFAULT = ("skip_special_tokens", "spaces_between_special_tokens", "use_cache")
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    """Returns whether a generation argument has its neutral value."""
-    if isinstance(value, bool):
-        return value is (name in _ON_BY_DEFAULT)
-    return value in (None, 0, 1, "")
-
 
 class TextRequest(NamedTuple):
     """A requested text.
@@ -217,7 +140,6 @@ class TextRequest(NamedTuple):
       length: maximum number of new tokens; None uses 256, as in lm-evaluation-harness.
       settings: settings of the row.
       ids: ids of the context if it is a conversation.
-      unread: ignored generation arguments that would affect other models.
     """
 
     context: str
@@ -225,7 +147,6 @@ class TextRequest(NamedTuple):
     length: int | None
     settings: Mapping[str, Any]
     ids: np.ndarray | None = None
-    unread: Mapping[str, Any] = MappingProxyType({})
 
 
 def asked_of(
@@ -240,23 +161,20 @@ def asked_of(
     is_list = isinstance(until, list | tuple)
     if not is_list or not all(isinstance(text, str) for text in until):
         raise ValueError(f"until={until!r} is not a list of strings; use ['\\n']")
-    given = {name: value for name, value in given.items() if value is not None}
-    does_sample = given.get("do_sample", False)
+    settings = {name: value for name, value in given.items() if value is not None}
+    settings.pop("until", None)
+    does_sample = settings.pop("do_sample", False)
     if not isinstance(does_sample, bool):
         raise ValueError(f"do_sample={does_sample!r} is not a bool; use True or False")
-    lengths = {name: given[name] for name in _LENGTHS if name in given}
+    lengths = {name: settings.pop(name) for name in _LENGTHS if name in settings}
     for name, length in lengths.items():
         if type(length) is not int or length < 0:
             raise ValueError(f"{name}={length!r} is not an integer of at least 0; use {_LENGTH}")
-    without = {name: given[name] for name in given if name in _WITHOUT_COUNTERPART}
-    settings = {n: value for n, value in given.items() if n not in (*_READ, *without)}
     if not does_sample:
         settings["temperature"] = 0.0
-    elif "temperature" in given:
-        settings["temperature"] = given["temperature"]
-    unread = {name: value for name, value in without.items() if not _is_neutral(name, value)}
-    length = next(iter(lengths.values()), None)
-    return TextRequest(context, tuple(filter(None, until)), length, settings, ids, unread)
+    return TextRequest(
+        context, tuple(filter(None, until)), next(iter(lengths.values()), None), settings, ids
+    )
 
 
 def texts(
@@ -628,9 +546,13 @@ class Evaluated:
                 asked.append(asked_of(*request.args, ids=self._chat_ids(request.args[0])))
             except ValueError as error:
                 raise ValueError(f"request {place}: {error}") from None
-        for name, value in {n: v for one in asked for n, v in one.unread.items()}.items():
-            told = f"{name}={value!r} has no effect on a diffusion model; it is ignored"
-            print(told, file=sys.stderr)
+        known = with_rules(self._settings.get("rules", ())).request_settings
+        for name in sorted({name for one in asked for name in one.settings} - known.keys()):
+            print(f"{name} is not a setting of dlm_jax; it is ignored", file=sys.stderr)
+        asked = [
+            one._replace(settings={n: v for n, v in one.settings.items() if n in known})
+            for one in asked
+        ]
         found = texts(
             self.model,
             asked,

@@ -6,8 +6,7 @@ import pytest
 import toy_model
 
 from dlm_jax.config import SamplingParams
-from dlm_jax.harness.lm import _WITHOUT_COUNTERPART, asked_of, texts
-from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.harness.lm import asked_of, texts
 
 MODEL = dataclasses.replace(
     toy_model.MODEL,
@@ -63,19 +62,6 @@ def test_bad_arguments_are_refused_by_name(given, told):
 def test_names_of_a_length_are_those_of_the_harness():
     assert asked_of("A", {"max_tokens": 3, "max_new_tokens": 2}).length == 2
     assert asked_of("A", {"max_gen_toks": None, "max_completion_tokens": 4}).length == 4
-    assert not _WITHOUT_COUNTERPART & set(BUILT_IN.settings)
-
-
-@pytest.mark.parametrize(
-    ("given", "unread"),
-    [
-        ({"early_stopping": True}, {"early_stopping": True}),
-        ({"early_stopping": False, "num_beams": 1, "length_penalty": 1.0, "use_cache": True}, {}),
-        ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
-    ],
-)
-def test_arguments_that_would_change_the_text_of_other_models_are_known(given, unread):
-    assert asked_of("A", given).unread == unread
 
 
 def test_without_sampling_the_temperature_is_zero():
