@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -271,48 +268,15 @@ class Structures:
             for at in range(len(texts[0]) if texts else 0)
         ]
         self._ids = [np.array(ids_of[text]) for text in texts]
-        self._cache: OrderedDict[str, Future[Automaton | SettingError]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cached = lru_cache(_CACHED)(lambda pattern: self._compile(pattern))
 
     def automaton(self, pattern: str) -> Automaton:
-        """Returns the automaton of a regular expression. Concurrent calls for one expression share
-        its compilation; calls for other expressions do not wait for it. A refusal is cached, too.
-        """
+        """Returns the automaton of a regular expression."""
         if len(pattern) > LONGEST:
             raise SettingError(
                 "structure", UNSET, f"has {len(pattern)} characters", f"use at most {LONGEST}"
             )
-        with self._lock:
-            future = self._cache.get(pattern)
-            is_new = future is None
-            if future is None:
-                future = self._cache[pattern] = Future()
-            self._cache.move_to_end(pattern)
-            if len(self._cache) > _CACHED:
-                self._cache.popitem(last=False)
-        if is_new:
-            try:
-                future.set_result(self._compile(pattern))
-            except SettingError as error:
-                future.set_result(error)
-            except BaseException as error:
-                with self._lock:
-                    if self._cache.get(pattern) is future:
-                        del self._cache[pattern]
-                future.set_exception(error)
-                raise
-        result = future.result()
-        if isinstance(result, SettingError):
-            raise SettingError(*result.args)
-        return result
-
-    def is_compiled(self, pattern: str) -> bool:
-        """Returns whether the automaton of an expression, or its refusal, is available without
-        compilation.
-        """
-        with self._lock:
-            future = self._cache.get(pattern)
-        return future is not None and future.done()
+        return self._cached(pattern)
 
     def _compile(self, pattern: str) -> Automaton:
         try:

@@ -17,7 +17,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from dlm_jax.structured.regex import Token, code_of, items_of, tokens_of
+from dlm_jax.structured.regex import CLASSES, Tree, parsed, ranges_of, sre, unsupported
 
 DEPTH = 3
 """Maximum depth to which a recursive reference is expanded."""
@@ -104,30 +104,27 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
             raise _refused("#", "it is nested too deeply") from None
         if pattern is None:
             raise _refused("#", f"no value matches within {depth} levels")
-        if _positions(pattern) <= _MOST_POSITIONS:
+        if _positions(parsed(pattern)) <= _MOST_POSITIONS:
             break
     assert pattern is not None
     return pattern
 
 
-def _positions(pattern: str) -> int:
-    """An estimate of the states of an automaton, without the separators in groups ``(?:..)``."""
-    totals, is_counted, last = [0], [True], 0
-    for kind, text, _ in tokens_of(pattern):
-        if kind == "open":
-            totals.append(0)
-            is_counted.append(text == "(")
-        elif kind == "close":
-            last = totals.pop() * is_counted.pop()
-            totals[-1] += last
-        elif kind == "times":
-            numbers = [int(number) for number in re.findall(r"\d+", text)]
-            totals[-1] += last * (max(numbers, default=1) - 1)
-        elif kind not in ("or", "behind"):
+def _positions(tree: Tree) -> int:
+    """An estimate of the states of an automaton, without separators."""
+    total = 0
+    for op, argument in tree:
+        if op in CLASSES:
             # A character outside ASCII has states between its bytes.
-            last = 8 if kind == "any" or text.startswith("[^") else 1
-            totals[-1] += last
-    return totals[0]
+            total += 8 if ranges_of(op, argument)[0] else 1
+        elif op is sre.BRANCH and argument[1][0] and argument[1][0][0][0] is not sre.ASSERT:
+            total += sum(map(_positions, argument[1]))
+        elif op is sre.SUBPATTERN:
+            total += _positions(argument[3])
+        elif op is sre.MAX_REPEAT:
+            low, high, inner = argument
+            total += _positions(inner) * max(1, low, 0 if high is sre.MAXREPEAT else high)
+    return total
 
 
 class _TooLong(Exception):
@@ -623,29 +620,36 @@ def _in_string(pattern: str, where: str) -> str:
     Classes of characters match what both Python and ECMA-262 match: ``\d`` and ``\w`` are ASCII.
     """
     shown = f"pattern {pattern[:60]!r}"
-    for different in re.finditer(r"\\([AZaUpP])|\\.|(\(\?P<|\{,\d*\}|\[\^?\])", pattern):
+    for different in re.finditer(r"\\([AZaU])|\\.|(\(\?P<|\{,\d*\}|\[\^?\])", pattern):
         if different[1] or different[2]:
             raise _refused(where, f"{shown}: {different[0]!r} differs in Python and ECMA-262")
-    parts = []
     try:
-        for token in tokens_of(pattern):
-            kind, text, _ = token
-            code = code_of(token) if kind in ("char", "escape") else None
-            if code is not None:
-                codes = json.dumps(chr(code), ensure_ascii=False)[1:-1]
-                parts.append(f"({''.join(map(_code, codes))})")
-            elif kind == "escape":
-                parts.append(_set(text[1].isupper(), [token._replace(text=text.lower())]))
-            elif kind == "set":
-                parts.append(_set(*items_of(token)))
-            elif kind == "any":
-                parts.append(rf"[^{_UNSAFE}\u2028\u2029]")
-            elif kind == "times":
-                parts.append(text.removesuffix("?") if len(text) > 1 else text)
-            else:
-                parts.append("(" if kind == "open" else text)
+        return _json_of(parsed(pattern))
     except ValueError as error:
         raise _refused(where, f"{shown}: {error}") from None
+
+
+def _json_of(tree: Tree) -> str:
+    parts = []
+    for op, argument in tree:
+        if op is sre.LITERAL:
+            codes = json.dumps(chr(argument), ensure_ascii=False)[1:-1]
+            parts.append(f"({''.join(map(_code, codes))})")
+        elif op is sre.ANY:
+            parts.append(rf"[^{_UNSAFE}\u2028\u2029]")
+        elif op in CLASSES:
+            parts.append(_set(*ranges_of(op, argument)))
+        elif op is sre.BRANCH:
+            parts.append(f"({'|'.join(map(_json_of, argument[1]))})")
+        elif op is sre.SUBPATTERN and not argument[1] and not argument[2]:
+            parts.append(f"({_json_of(argument[3])})")
+        elif op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+            low, high, inner = argument
+            parts.append(
+                f"({_json_of(inner)}){_times(low, None if high is sre.MAXREPEAT else high)}"
+            )
+        else:
+            raise unsupported(op)
     return "".join(parts)
 
 
@@ -653,17 +657,19 @@ def _code(one: str) -> str:
     return one if one.isalnum() or one in " _" or one > "\x9f" else f"\\x{ord(one):02x}"
 
 
-def _set(is_not: bool, items: Sequence[tuple[int, int] | Token]) -> str:
+def _set(is_not: bool, items: Sequence[Any]) -> str:
     """An expression for a set of characters that JSON writes as they are."""
+    if not is_not and items[0] in (r"\D", r"\W", r"\S") and len(items) == 1:
+        is_not, items = True, [items[0].lower()]
     parts = []
     for item in items:
-        if isinstance(item, Token):
-            name = item.text[1]
-            if name.isupper():
-                raise ValueError(f"{item.text!r} in a set is not supported; write it otherwise")
-            parts.append((_NOT_MEMBERS if is_not else _MEMBERS)[name])
+        if isinstance(item, str):
+            if item.isupper():
+                raise ValueError(f"{item!r} in a set is not supported; write it otherwise")
+            parts.append((_NOT_MEMBERS if is_not else _MEMBERS)[item[1]])
             continue
-        if not is_not and (item[0] < 0x20 or any(item[0] <= code <= item[1] for code in b'"\\')):
+        low, high = item
+        if not is_not and (low < 0x20 or any(low <= code <= high for code in b'"\\')):
             raise ValueError("a set has characters that JSON escapes; write them as alternatives")
-        parts.append(f"{_code(chr(item[0]))}-{_code(chr(item[1]))}")
+        parts.append(f"{_code(chr(low))}-{_code(chr(high))}")
     return f"[^{''.join(parts)}{_UNSAFE}]" if is_not else f"[{''.join(parts)}]"

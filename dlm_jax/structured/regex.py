@@ -1,19 +1,20 @@
 r"""Regular expressions as deterministic automata over bytes.
 
-Expressions are in the common part of Python's and Rust's syntax, and mean what `re` says.
-`outlines_core` compiles their classes of characters. `outlines_core.Index` does not accept the
+Expressions mean what `re` says, whose parser reads them. `outlines_core.Index` does not accept the
 language of a whole expression: it prefers some matches over others, and loses texts that continue a
 match, such as ``cat sat`` of ``(cat|rat)( sat)?``. It also cannot be stopped after a number of
-steps. The classes are therefore combined here (Thompson 1968), with a limit on states and steps
+steps. Expressions are therefore compiled here (Thompson 1968), with a limit on states and steps
 that depends on the expression alone, so all machines refuse the same expressions.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from re import _constants as sre
+from re import _parser as parser
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,196 +26,131 @@ _MOST_UNMERGED = 2
 _MOST_NODES = 1 << 18
 _MOST_ARCS = 1 << 20
 _NONE = -2
+_BEGINS = (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING)
+_ENDS = (sre.AT_END, sre.AT_END_STRING)
+_NAMES = {
+    sre.CATEGORY_DIGIT: r"\d",
+    sre.CATEGORY_NOT_DIGIT: r"\D",
+    sre.CATEGORY_WORD: r"\w",
+    sre.CATEGORY_NOT_WORD: r"\W",
+    sre.CATEGORY_SPACE: r"\s",
+    sre.CATEGORY_NOT_SPACE: r"\S",
+}
+CLASSES = (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN)
+"""The operations that read one character."""
+
+Tree = Sequence[tuple[Any, Any]]
+"""A parsed expression: pairs of an operation of `re` and its arguments."""
 
 
-class Token(NamedTuple):
-    """A part of an expression.
-
-    Attributes:
-      kind: ``set``, ``escape``, ``any``, ``behind``, ``open``, ``close``, ``or``, ``times``,
-        ``anchor`` or ``char``.
-      text: its text.
-      place: the index of its first character.
-    """
-
-    kind: str
-    text: str
-    place: int
-
-
-_ESCAPE = r"\\(?:[pP]\{\^?\w+\}|0[0-7]{0,2}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)"
-_TOKEN = re.compile(
-    rf"(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])|(?P<escape>{_ESCAPE})|(?P<any>\.)"
-    r"|(?P<behind>\(\?<[=!](?:\\[!-/:-@[-`{-~]|[A-Za-z0-9_ ,;:\"'<>=!@#%&/~`-])\))"
-    r"|(?P<open>\((?:\?:|\?P<[A-Za-z_]\w*>|(?!\?)))|(?P<close>\))|(?P<or>\|)"
-    r"|(?P<times>(?:[*+?]|\{(?:\d+(?:,\d*)?|,\d*)\})\??)|(?P<anchor>[$^])|(?P<char>[^\\\[(])",
-    re.DOTALL,
-)
-_ITEM = re.compile(f"{_ESCAPE}|.", re.DOTALL)
-_CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
-
-
-def tokens_of(pattern: str) -> Iterator[Token]:
-    """The parts of an expression in order. Anchors at the ends of its alternatives are left out.
+def parsed(pattern: str) -> Tree:
+    """Parses an expression. Anchors at the ends of its alternatives are left out.
 
     Raises:
-      ValueError: the expression is invalid or has an unsupported part; the message names it.
+      ValueError: the expression is invalid or has flags.
     """
     try:
-        re.compile(re.sub(r"\\[pP]\{\^?\w+\}", r"\\w", pattern))
+        found = parser.parse(pattern)
     except (re.error, OverflowError) as error:
         raise ValueError(str(error)) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    place, depth, before = 0, 0, "or"
-    while place < len(pattern):
-        match = _TOKEN.match(pattern, place)
-        if match is None:
-            shown = pattern[place : place + 4]
-            why = (
-                "use no flags, and look only behind at one character"
-                if shown[0] == "("
-                else "write it with escapes"
-            )
-            raise ValueError(f"{shown!r} at position {place} is not supported; {why}")
-        kind, text = str(match.lastgroup), match[0]
-        depth += (kind == "open") - (kind == "close")
-        if kind == "anchor" or text in ("\\A", "\\Z"):
-            is_start = text in ("^", "\\A")
-            is_end = match.end() == len(pattern) or pattern[match.end()] in "|$"
-            if depth or not (before in ("or", "^") if is_start else is_end):
-                raise ValueError(
-                    f"{text!r} at position {place} is not supported; use anchors only at the ends, "
-                    f"outside groups"
-                )
-            before = "^" if is_start else "$"
-        elif kind == "times" and before in ("times", "^", "$"):
-            raise ValueError(f"{text!r} at position {place} is not supported; remove it")
-        else:
-            yield Token(kind, text, place)
-            before = kind
-        place = match.end()
+    if found.state.flags & ~re.UNICODE.value:
+        raise ValueError("flags are not supported; remove them")
+    return _without_anchors(found.data)
 
 
-def code_of(token: Token) -> int | None:
-    """The character of a character or an escape; None for a class of characters.
+def _without_anchors(tree: Tree) -> Tree:
+    while tree and tree[0][0] is sre.AT and tree[0][1] in _BEGINS:
+        tree = tree[1:]
+    while tree and tree[-1][0] is sre.AT and tree[-1][1] in _ENDS:
+        tree = tree[:-1]
+    if len(tree) == 1 and tree[0][0] is sre.BRANCH:
+        parts = [_without_anchors(list(part)) for part in tree[0][1][1]]
+        return [(sre.BRANCH, (None, parts))]
+    return tree
 
-    Raises:
-      ValueError: the escape is neither.
-    """
-    if token.kind == "char":
-        return ord(token.text)
-    name, rest = token.text[1], token.text[2:]
-    if name in "dwsDWSpP":
-        if name in "pP" and not rest:
-            raise ValueError(f"{token.text!r} at position {token.place} lacks a name in braces")
+
+def behind_of(op: Any, argument: Any) -> str | None:
+    """The ASCII character of a look-behind; None for other operations."""
+    if op not in (sre.ASSERT, sre.ASSERT_NOT) or argument[0] != -1 or len(argument[1]) != 1:
         return None
-    if name in "xuU" and rest:
-        return int(rest, 16)
-    if name == "0":
-        return int(name + rest, 8)
-    if name in _CONTROLS:
-        return ord(_CONTROLS[name])
-    if name.isalnum():
-        raise ValueError(
-            f"{token.text!r} at position {token.place} is not supported; use no back-references "
-            f"and no \\b"
-        )
-    return ord(name)
+    ((inner, code),) = argument[1]
+    return chr(code) if inner is sre.LITERAL and code < 128 else None
 
 
-def items_of(token: Token) -> tuple[bool, list[tuple[int, int] | Token]]:
-    """True if a set is negated, and its ranges and classes of characters."""
-    is_not = token.text.startswith("[^")
-    parts: list[int | Token] = []
-    for match in _ITEM.finditer(token.text, 1 + is_not, len(token.text) - 1):
-        item = Token("escape" if match[0][0] == "\\" else "char", match[0], token.place)
-        code = ord("\b") if item.text == "\\b" else code_of(item)  # the backspace, inside a set
-        parts.append(item if code is None else -1 if item.text == "-" else code)
-    hyphen = ord("-")
-    items: list[tuple[int, int] | Token] = []
-    while parts:
-        low, *rest = parts[:3]
-        if isinstance(low, Token):
-            items.append(low)
-            del parts[0]
-            continue
-        low = hyphen if low < 0 else low
-        if len(rest) == 2 and rest[0] == -1 and isinstance(rest[1], int):
-            items.append((low, hyphen if rest[1] < 0 else rest[1]))
-            del parts[:3]
-        else:
-            items.append((low, low))
-            del parts[0]
-    return is_not, items
+def unsupported(op: Any) -> ValueError:
+    """The error for an operation that is not supported."""
+    return ValueError(
+        f"{str(op).lower()} is not supported; use no flags, back-references, possessive repeats or "
+        "\\b, anchors only at the ends, and look only behind at one ASCII character"
+    )
 
 
-# What `re` matches, in Rust's syntax inside a set.
-_CLASSES = {
-    "d": r"\p{Nd}",
-    "D": r"\P{Nd}",
-    "w": r"\p{L}\p{N}_",
-    "W": r"[^\p{L}\p{N}_]",
-    "s": r"\s\x1c-\x1f",
-    "S": r"[^\s\x1c-\x1f]",
-}
+def ranges_of(op: Any, argument: Any) -> tuple[bool, list[Any]]:
+    r"""True if a class of characters is negated, and its items: pairs of codes, or categories as
+    expressions, such as ``\d``.
+    """
+    if op is sre.ANY:
+        return True, [(10, 10)]
+    if op is not sre.IN:
+        return op is sre.NOT_LITERAL, [(argument, argument)]
+    items: list[Any] = []
+    for inner, value in argument:
+        if inner is sre.LITERAL:
+            items.append((value, value))
+        elif inner is not sre.NEGATE:
+            items.append(value if inner is sre.RANGE else _NAMES[value])
+    return argument[0][0] is sre.NEGATE, items
 
 
-def _class(token: Token) -> str:
-    text = token.text
-    if text[2:4] == "{^":
-        text = f"\\{text[1].swapcase()}{{{text[4:]}"
-    return _CLASSES.get(text[1], text)
+_Rows = tuple[dict[int, int], ...]
+"""An automaton for one character: the next row for each byte of each row; -1 is the end."""
 
 
-def _rust(code: int) -> str:
-    if 0xD800 <= code < 0xE000:
-        raise ValueError("lone surrogates are not characters; remove them")
-    return f"\\x{{{code:x}}}"
+@lru_cache(maxsize=256)
+def _rows_of(is_not: bool, items: tuple[Any, ...]) -> _Rows:
+    """The smallest automaton over the bytes of the characters of a class."""
+    has = np.zeros(0x140000, bool)
+    for item in items:
+        for low, high in _category(item) if isinstance(item, str) else (item,):
+            has[low : high + 1] = True
+    if is_not:
+        has[:0x110000] ^= True
+    has[0xD800:0xE000] = False  # surrogates are no characters
+    rows: list[dict[int, int]] = [{byte: -1 for byte in np.flatnonzero(has[:0x80]).tolist()}]
+    known: dict[bytes, int] = {}
+
+    def add(block: np.ndarray) -> int:
+        """The row for the bytes behind the first ones, which choose this block of characters."""
+        key = block.tobytes()
+        if key not in known:
+            known[key] = len(rows)
+            rows.append({})
+            parts = block.reshape(64, -1)
+            some = np.flatnonzero(parts.any(axis=1)).tolist()
+            rows[known[key]] |= {0x80 + n: add(parts[n]) if block.size > 64 else -1 for n in some}
+        return known[key]
+
+    # Leading bytes have 5, 4 or 3 bits, and shorter codes are not encoded in more bytes.
+    for first, last, size, least in ((0xC0, 0xDF, 6, 0x80), (0xE0, 0xEF, 12, 0x800),
+                                     (0xF0, 0xF4, 18, 0x10000)):  # fmt: skip
+        for byte in range(first, last + 1):
+            begin = (byte - first) << size
+            block = has[begin : begin + (1 << size)].copy()
+            block[: max(0, least - begin)] = False
+            if block.any():
+                rows[0][byte] = add(block)
+    if not rows[0]:
+        raise ValueError("a part of it matches no text")
+    return tuple(rows)
 
 
-def _rows_of(token: Token) -> tuple[dict[int, int], ...]:
-    """An automaton for one character: the next row for each byte of each row; -1 is the end."""
-    code = code_of(token) if token.kind in ("char", "escape") else None
-    if code is not None:
-        _rust(code)
-        data = chr(code).encode()
-        return tuple({byte: at + 1} for at, byte in enumerate(data[:-1])) + ({data[-1]: -1},)
-    if token.kind == "any":
-        return _rows_of_class(r"[^\n]")
-    if token.kind == "escape":
-        return _rows_of_class(f"[{_class(token)}]")
-    is_not, items = items_of(token)
-    inner = [
-        _class(item) if isinstance(item, Token) else f"{_rust(item[0])}-{_rust(item[1])}"
-        for item in items
-    ]
-    return _rows_of_class(f"[{'^' * is_not}{''.join(inner)}]")
-
-
-@lru_cache(maxsize=32)
-def _rows_of_class(name: str) -> tuple[dict[int, int], ...]:
-    try:
-        import outlines_core
-    except ImportError:
-        raise ValueError(
-            "structured output needs outlines_core; install it with pip install dlm_jax[structured]"
-        ) from None
-    letters = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
-    try:
-        index = outlines_core.Index(name, letters)
-    except ValueError as error:
-        is_empty = "Found no transitions" in str(error)
-        why = "a part of it matches no text" if is_empty else "it has an unknown Unicode property"
-        raise ValueError(why) from None
-    arcs, ends = index.get_transitions(), index.get_final_states()
-    first = index.get_initial_state()
-    number = {first: 0} | {end: -1 for end in ends}
-    rows = []
-    for state in [first, *(state for state in arcs if state != first and state not in ends)]:
-        number.setdefault(state, len(rows))
-        rows.append(arcs[state])
-    return tuple({byte: number[to] for byte, to in row.items() if byte < 256} for row in rows)
+@lru_cache(maxsize=8)
+def _category(name: str) -> list[tuple[int, int]]:
+    r"""The ranges of the characters that ``\d`` or another category matches."""
+    characters = "".join(map(chr, range(0x110000)))
+    return [(m.start(), m.end() - 1) for m in re.finditer(f"{name}+", characters)]
 
 
 class ByteAutomaton(NamedTuple):
@@ -250,72 +186,94 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
     Args:
       pattern: regular expression as in `re`, without back-references and flags, and with no other
         look-around than ``(?<=c)`` and ``(?<!c)`` for one ASCII character. ``^`` and ``$`` are
-        allowed at its ends and have no effect; ``\p{..}`` is a Unicode property.
+        allowed at its ends and have no effect.
       most_states: maximum number of states.
 
     Raises:
-      ValueError: the expression is not supported or exceeds a limit, or `outlines_core` is not
-        installed.
+      ValueError: the expression is not supported or exceeds a limit.
     """
-    part, atoms = _parse(pattern)
-    if part.size > _MOST_NODES:
-        raise _too_large(f"{part.size} states before they are merged")
-    # Bytes with the same transitions everywhere are one class; a byte that a look-behind reads is a
-    # class of its own.
-    table = np.full((sum(map(len, atoms.values())), 256), _NONE, np.int32)
-    for out, row in zip(table, (row for rows in atoms.values() for row in rows), strict=True):
-        out[list(row)] = list(row.values())
-    _, class_of_256 = np.unique(table, axis=1, return_inverse=True)
-    class_of_256 = class_of_256.reshape(-1)
-    classes = {
-        text: [
-            list({int(class_of_256[byte]): to for byte, to in row.items()}.items()) for row in rows
-        ]
-        for text, rows in atoms.items()
-    }
-    rows: list[Sequence[tuple[int, int]]] = [()]
+    # Node 0 accepts. Other nodes read a byte by a row of the table, or lead to nodes without one,
+    # some of which depend on the byte before.
+    table: list[dict[int, int]] = []
+    offsets: dict[Any, tuple[int, int]] = {}
+    row_of: list[int] = [-1]
     places: list[tuple[int, int]] = [(0, 0)]  # the first node of a character, and the node behind
     empty: list[list[tuple[int, tuple[int, bool] | None]]] = [[]]
+    num_arcs = 0
 
-    def add(nexts: list[tuple[int, tuple[int, bool] | None]]) -> int:
-        rows.append(())
+    def add(nexts: list[tuple[int, tuple[int, bool] | None]], row: int = -1) -> int:
+        if len(row_of) > _MOST_NODES:
+            raise _too_large(f"more than {_MOST_NODES} states before they are merged")
+        row_of.append(row)
         places.append((0, 0))
         empty.append(nexts)
-        return len(rows) - 1
+        return len(row_of) - 1
 
-    def build(part: _Part, behind: int) -> int:
-        """Adds the nodes of a part and returns the first one. Node 0 accepts."""
-        if part.kind == "all":
-            for one in reversed(part.parts):
-                behind = build(one, behind)
-            return behind
-        if part.kind == "or":
-            return add([(build(one, behind), None) for one in part.parts])
-        if part.kind == "times":
-            (inner,) = part.parts
-            first = behind
-            if part.most is None:
-                first = add([])
-                empty[first] += [(build(inner, first), None), (behind, None)]
-            for _ in range((part.most or part.fewest) - part.fewest):
-                first = add([(build(inner, first), None), (behind, None)])
-            for _ in range(part.fewest):
-                first = build(inner, first)
-            return first
-        if part.kind == "behind":
-            ((class_, _),) = classes[part.text][0]
-            return add([(behind, (class_, part.text[3] == "="))])
-        first = len(rows)
-        for row in classes[part.text]:
-            rows.append(row)
-            places.append((first, behind))
-            empty.append([])
+    def character(key: Any, behind: int) -> int:
+        nonlocal num_arcs
+        if key not in offsets:
+            rows = _rows_of(*key)
+            offsets[key] = len(table), len(rows)
+            table.extend(rows)
+            num_arcs += sum(map(len, rows))
+            if num_arcs > _MOST_ARCS:
+                raise _too_large(f"more than {_MOST_ARCS} arcs of different characters")
+        offset, count = offsets[key]
+        first = len(row_of)
+        for row in range(offset, offset + count):
+            places[add([], row)] = first, behind
         return first
 
+    def sequence(tree: Tree, behind: int) -> int:
+        """Adds the nodes of a sequence and returns the first one."""
+        for op, argument in reversed(tree):
+            behind = one(op, argument, behind)
+        return behind
+
+    def one(op: Any, argument: Any, behind: int) -> int:
+        if op in CLASSES:
+            is_not, items = ranges_of(op, argument)
+            return character((is_not, tuple(items)), behind)
+        if op is sre.BRANCH:
+            return add([(sequence(part, behind), None) for part in argument[1]])
+        if op is sre.SUBPATTERN and not argument[1] and not argument[2]:
+            return sequence(argument[3], behind)
+        if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+            low, high, inner = argument
+            first = behind
+            if high is sre.MAXREPEAT:
+                first = add([])
+                empty[first] += [(sequence(inner, first), None), (behind, None)]
+                high = low
+            for count in range(high):
+                again = sequence(inner, first)
+                if again == first:  # it reads nothing
+                    break
+                first = again if count >= high - low else add([(again, None), (behind, None)])
+            return first
+        letter = behind_of(op, argument)
+        if letter is None:
+            raise unsupported(op)
+        key = "behind", letter
+        if key not in offsets:
+            offsets[key] = len(table), 1
+            table.append({ord(letter): -1})
+        return add([(behind, (ord(letter), op is sre.ASSERT))])
+
     try:
-        first = build(part, 0)
+        first = sequence(parsed(pattern), 0)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    # Bytes with the same transitions everywhere are one class; a byte that a look-behind reads is a
+    # class of its own.
+    by_byte = np.full((len(table), 256), _NONE, np.int32)
+    for out, row in zip(by_byte, table, strict=True):
+        out[list(row)] = list(row.values())
+    _, class_of_256 = np.unique(by_byte, axis=1, return_inverse=True)
+    class_of_256 = class_of_256.reshape(-1)
+    rows = [
+        list({int(class_of_256[byte]): to for byte, to in row.items()}.items()) for row in table
+    ]
     steps = 0
 
     def count_steps(number: int) -> None:
@@ -330,12 +288,12 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
         while todo:
             for after, condition in empty[todo.pop()]:
                 if after not in seen and (
-                    condition is None or (condition[0] == last) == condition[1]
+                    condition is None or (class_of_256[condition[0]] == last) == condition[1]
                 ):
                     seen.add(after)
                     todo.append(after)
         count_steps(len(seen))
-        return frozenset(node for node in seen if not node or rows[node])
+        return frozenset(node for node in seen if not node or row_of[node] >= 0)
 
     # A state is a set of nodes (Rabin and Scott 1959).
     start = closure([first], -1)
@@ -345,10 +303,11 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
     next_SK: list[list[int]] = []
     for nodes in sets:  # which grows
         reached: dict[int, set[int]] = {}
-        for node in nodes:
+        for node in nodes - {0}:
             base, behind = places[node]
-            count_steps(len(rows[node]))
-            for class_, to in rows[node]:
+            arcs = rows[row_of[node]]
+            count_steps(len(arcs))
+            for class_, to in arcs:
                 reached.setdefault(class_, set()).add(behind if to < 0 else base + to)
         next_K = [0] * (int(class_of_256.max()) + 1)
         for class_, targets in reached.items():
@@ -372,71 +331,6 @@ def _too_large(what: str) -> ValueError:
     return ValueError(
         f"compiling it takes {what}; use smaller or fewer repeats, alternatives and optional parts"
     )
-
-
-class _Part(NamedTuple):
-    """A part of an expression: a character, look-behind, sequence, choice or repeat.
-
-    `size` is the number of its nodes.
-    """
-
-    kind: str
-    size: int
-    text: str = ""
-    parts: tuple[_Part, ...] = ()
-    fewest: int = 0
-    most: int | None = None
-
-
-_Rows = tuple[dict[int, int], ...]
-
-
-def _parse(pattern: str) -> tuple[_Part, dict[str, _Rows]]:
-    """The tree of an expression, and the automaton of each of its characters and look-behinds."""
-    atoms: dict[str, _Rows] = {}
-    groups: list[list[list[_Part]]] = [[[]]]
-    num_arcs = 0
-
-    def choice(group: list[list[_Part]]) -> _Part:
-        some = [_Part("all", sum(one.size for one in row), parts=tuple(row)) for row in group]
-        if len(some) == 1:
-            return some[0]
-        return _Part("or", 1 + sum(one.size for one in some), parts=tuple(some))
-
-    for token in tokens_of(pattern):
-        kind, text, _ = token
-        if kind == "open":
-            groups.append([[]])
-        elif kind == "close":
-            part = choice(groups.pop())
-            groups[-1][-1].append(part)
-        elif kind == "or":
-            groups[-1].append([])
-        elif kind == "times":
-            inner = groups[-1][-1].pop()
-            numbers = re.fullmatch(r"\{(\d*)(,?)(\d*)\}\??", text)
-            if numbers is None:
-                low, high = {"*": (0, None), "+": (1, None), "?": (0, 1)}[text[0]]
-            else:
-                low = int(numbers[1] or 0)
-                high = int(numbers[3]) if numbers[3] else None if numbers[2] else low
-            count = low + 1 if high is None else high
-            size = inner.size * count + (1 if high is None else high - low)
-            groups[-1][-1].append(
-                _Part("times", size, "", (inner,), low, high) if inner.size else inner
-            )
-        elif kind == "behind":
-            atoms[text] = ({ord(text[-2]): -1},)
-            groups[-1][-1].append(_Part("behind", 1, text))
-        else:
-            if text not in atoms:
-                atoms[text] = _rows_of(token)
-                num_arcs += sum(map(len, atoms[text]))
-                if num_arcs > _MOST_ARCS:
-                    raise _too_large(f"more than {_MOST_ARCS} arcs of different characters")
-            rows = atoms[text]
-            groups[-1][-1].append(_Part("char", len(rows), text))
-    return choice(groups[0]), atoms
 
 
 def _merge(automaton: ByteAutomaton) -> ByteAutomaton:

@@ -4,7 +4,6 @@ import itertools
 import re
 
 import pytest
-import regex
 
 from dlm_jax.structured.regex import compile_regex
 
@@ -30,14 +29,12 @@ def test_it_matches_what_re_matches(pattern):
             assert automaton.accepts(text) == (re.fullmatch(pattern, text) is not None), text
 
 
-@pytest.mark.parametrize(
-    "pattern", [r"\p{L}+", r"[\p{Nd}\n]\P{L}", r"[^\p{Letter}b]", r"\\p?|\p{^L}"]
-)
-def test_categories_are_those_of_regex(pattern):
-    automaton = compile_regex(pattern, most_states=4000)
-    for size in range(3):
-        for text in map("".join, itertools.product(ALPHABET + "\\pé", repeat=size)):
-            assert automaton.accepts(text) == (regex.fullmatch(pattern, text) is not None), text
+@pytest.mark.parametrize("name", [r"\d", r"\w", r"\s", r"[^\W\d]", ".", r"[^a\s]"])
+def test_a_class_has_the_characters_that_re_matches(name):
+    automaton = compile_regex(name, most_states=4000)
+    for code in [*range(0x3000), *range(0x3000, 0x110000, 37)]:
+        if not 0xD800 <= code < 0xE000:
+            assert automaton.accepts(chr(code)) == (re.fullmatch(name, chr(code)) is not None)
 
 
 def test_equal_states_are_one():
@@ -54,17 +51,16 @@ def test_characters_of_several_bytes_are_letters():
 
 @pytest.mark.parametrize(
     ("pattern", "told"),
-    [("(", "unterminated"), (r"(a)\1", "position 3 is not supported; use no back-references"),
-     ("a^b", "'\\^' at position 1"), (r"a\bb", "position 1 is not supported"),
-     ("b(?=a)a", "at position 1 is not supported; use no flags, and look only behind"),
-     ("(?<=ab)b", "look only behind at one character"),
-     (r"\p{Xy}", "roperty"), ("(^a)*", "only at the ends"), ("a*+", "'\\+' at position 2"),
-     ("(?i)a", "flags"), ("(?s:.)", "flags"), ("a{70000}", "more than 100 states"),
+    [("(", "unterminated"), (r"(a)\1", "groupref is not supported"), ("a^b", "at is not supported"),
+     (r"a\bb", "at is not supported"), ("b(?=a)a", "assert is not supported; use no flags"),
+     ("(?<=ab)b", "look only behind at one ASCII character"), ("(^a)*", "only at the ends"),
+     ("a*+", "possessive_repeat is not supported"), ("(?i)a", "flags"), ("(?s:.)", "flags"),
+     ("a{70000}", "more than 100 states"), (r"\p{L}", "bad escape"),
      ("(a|b)*a(a|b){9}", "more than 100 states"), ("(" * 5000 + ")" * 5000, "nested too deeply"),
-     ("(?<=é)a", "look only behind"), ("(a{99999}){99999}", "states before they are merged"),
+     ("(?<=\u00e9)a", "look only behind"), ("(a{99999}){99999}", "states before they are merged"),
      ("".join(rf"[\w{chr(n)}]" for n in range(58, 98)) * 3 + r"\w{800}", "states before they are"),
      ("".join(rf"[^\w{chr(n)}]" for n in range(1000, 1300)), "arcs of different characters"),
-     (r"\ud800", "lone surrogates"), (r"[^\s\S]", "matches no text")],
+     (r"\ud800", "matches no text"), (r"[^\s\S]", "matches no text")],
 )  # fmt: skip
 def test_what_it_does_not_know_is_refused(pattern, told):
     with pytest.raises(ValueError, match=told):

@@ -5,9 +5,7 @@ import dataclasses
 import itertools
 import json
 import re
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -227,12 +225,6 @@ def test_tokens_that_are_a_part_of_a_character_are_letters_too():
     assert automaton.fewest_S[automaton.start] == 3
 
 
-def test_without_outlines_core_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "outlines_core", None)
-    with pytest.raises(ValueError, match=r"pip install dlm_jax\[structured\]"):
-        _known().automaton("[a-cu-w]")
-
-
 def _known():
     return Structures(TOKENIZER, TOKENIZER.vocab_size, (TOKENIZER.eos_id,), TOKENIZER.banned_ids)
 
@@ -240,22 +232,16 @@ def _known():
 @pytest.mark.parametrize(
     ("pattern", "told"),
     [
-        ("(a{1000}){1000}", "takes 1000000 states before they are merged"),
+        ("(a{1000}){1000}", "takes more than 262144 states before they are merged"),
         ("(a|b)*a(a|b){24}", "has more than 32766 states"),
         ("(?:a?b?c?d?){2000}", "takes more than 4194304 steps"),
         ("((a?){40}){50}", "takes more than 4194304 steps"),
     ],
 )
-def test_a_pattern_that_takes_too_much_work_is_refused_by_name_and_not_compiled_again(
-    pattern, told, monkeypatch
-):
-    known = _known()
-    for _ in range(2):
-        with pytest.raises(ValueError, match=told) as refusal:
-            known.automaton(pattern)
-        assert f"structure={pattern[:20]!r}"[:-1] in str(refusal.value)
-        assert known.is_compiled(pattern)
-        monkeypatch.setattr(known, "_compile", None)
+def test_a_pattern_that_takes_too_much_work_is_refused_by_name(pattern, told):
+    with pytest.raises(ValueError, match=told) as refusal:
+        _known().automaton(pattern)
+    assert f"structure={pattern[:20]!r}"[:-1] in str(refusal.value)
 
 
 @pytest.mark.parametrize(("limit", "is_compiled"), [(51, False), (52, True)])
@@ -269,28 +255,23 @@ def test_the_limit_of_work_is_a_count_that_every_machine_reaches_at_the_same_exp
 
 
 def test_nobody_waits_for_the_compilation_of_another_pattern(monkeypatch):
-    known, goes_on, compiled = _known(), threading.Event(), []
+    known, goes_on, began = _known(), threading.Event(), threading.Event()
     cached = known.automaton("[abc]")
     compile_ = known._compile
 
     def slow(pattern):
-        compiled.append(pattern)
+        began.set()
         assert pattern != "slow" or goes_on.wait(60)
-        return compile_("a+" if pattern == "slow" else pattern)
+        return compile_(pattern)
 
     monkeypatch.setattr(known, "_compile", slow)
     with ThreadPoolExecutor() as threads:
-        pair = [threads.submit(known.automaton, "slow") for _ in range(2)]
-        while not compiled:
-            time.sleep(0.001)
+        threads.submit(known.automaton, "slow")
         try:
-            assert known.automaton("[abc]") is cached
+            assert began.wait(20) and known.automaton("[abc]") is cached
             assert known.automaton("b+").accepts(TOKENIZER.encode("bb"))
-            assert known.is_compiled("b+") and not known.is_compiled("slow")
         finally:
             goes_on.set()
-        assert pair[0].result() is pair[1].result()
-    assert compiled == ["slow", "b+"]
 
 
 @pytest.mark.parametrize("pattern", ["a{4000}", "[abc]{0,2000}x"])
