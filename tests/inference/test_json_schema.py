@@ -156,7 +156,8 @@ def test_a_format_that_json_schema_does_not_define_has_no_effect(schema, name):
         ({"type": "array", "items": {}, "allOf": [{"prefixItems": [{}]}]}, "'items' beside other"),
         ({"minProperties": 1, "additionalProperties": False}, "no value matches"),
         ({"properties": {"a": {"$id": "b"}}}, "'\\$id' below the root"),
-        ({"pattern": "(?i)a"}, "flags are not supported"), ({"pattern": "a{,3}"}, "'{,3}' differs in"),
+        ({"pattern": "(?i)a"}, "flags are not supported"),
+        ({"pattern": "a{,3}"}, "'{,3}' differs in"),
         ({"pattern": "[]a]"}, "differs in Python and ECMA-262"),
     ],
 )  # fmt: skip
