@@ -83,7 +83,7 @@ SHAKESPEARE: dict[str, Settings] = {
     "transforms": _RANDOM | {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8,
                              "repetition_penalty": 1.2, "dry_multiplier": 0.8,
                              "xtc_probability": 0.3},
-    "mirostat gumbel": _RANDOM | {"mirostat": 2, "draw": "gumbel"},
+    "mirostat": _RANDOM | {"mirostat": 2},
     "typical, dynamic": _RANDOM | {"typical_p": 0.8, "dynatemp_range": 0.4, "top_n_sigma": 2.0},
     "guidance": _RANDOM | {"guidance": 1.0},
     "several blocks": _SURE | {"block_length": 6, "steps": 12},

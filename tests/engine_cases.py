@@ -20,7 +20,7 @@ MODEL = dataclasses.replace(
     sample=SamplingParams(order="left_to_right", chain=("temperature",), ignore_eos=True),
 )
 SLOTS = 2
-DRAWS = ("inverse_cdf", "gumbel")
+CHAINS = (("temperature",), ("temperature", "min_p"))
 """They tell two kinds of requests apart."""
 
 
@@ -28,7 +28,7 @@ DRAWS = ("inverse_cdf", "gumbel")
 def request(number: int) -> Request:
     """One of many requests of two kinds, which differ in prompt, length, seed and temperature."""
     steps = 1 + (number * 7) % 11
-    settings = {"gen_length": steps, "steps": steps, "draw": DRAWS[number % 2]}
+    settings = {"gen_length": steps, "steps": steps, "chain": CHAINS[number % 2]}
     settings |= {"temperature": 0.5 + number % 3}
     (made,) = make_requests(MODEL, "The cat"[: number % 8], settings, first=number)
     return made

@@ -259,7 +259,7 @@ def _read(
     The logits are those that the token was drawn from.
     """
     at = _at(inputs, places_P, is_real_P)
-    drawable_PV, _ = _drawable(program, params, state, inputs, places_P)
+    drawable_PV = _drawable(program, params, state, inputs, places_P)
     chain = step_chain(state)
     prepared = chain.prepare(state.chain_state, inputs.context)
     final_PV = chain.apply(prepared, drawable_PV, at).astype(jnp.float32)
@@ -288,10 +288,8 @@ def _read(
 
 def _drawable(
     program: Program, params: Params, state: State, inputs: StepProposal, places_P: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the logits before the chain that the candidates were drawn from, and True where the
-    sampler head computed them; None if the LM head computed all.
-    """
+) -> jax.Array:
+    """Returns the logits before the chain that the candidates were drawn from."""
     filled, canvas = inputs.filled, inputs.context
     fill = FillInput(
         network=program.network,

@@ -212,7 +212,6 @@ class Model:
 
     def program(
         self,
-        draw: str = "inverse_cdf",
         is_guided: bool = False,
         *,
         rows: NamedSharding | None = None,
@@ -225,7 +224,6 @@ class Model:
             mask_id=self.tokenizer.mask_id,
             chunk=chunk_size(self.network.vocab_size),
             rows=rows,
-            draw=draw,
             is_guided=is_guided,
             eos_ids=facts.eos_ids,
             banned_ids=facts.banned_ids,

@@ -229,9 +229,7 @@ def sampler(
     room = room_of(model, max_length)
     capacity = room if sample.edits else 0
     (request,) = only_chains_in_use([Request(tokens, sample, capacity=capacity, trace=trace)])
-    program = model.program(
-        sample.draw, sample.guidance > 0, num_traced=sample.steps if trace else 0
-    )
+    program = model.program(sample.guidance > 0, num_traced=sample.steps if trace else 0)
     return Sampler(model, program, request)
 
 

@@ -376,7 +376,6 @@ class Static(NamedTuple):
 
     table: RuleTable
     rules: tuple[Any, ...]
-    draw: str
     is_guided: bool
     needs_host: bool
     is_traced: bool
@@ -387,7 +386,6 @@ def static_of(request: Request) -> Static:
     return Static(
         table=sample.table,
         rules=sample.table.static(sample),
-        draw=sample.draw,
         is_guided=sample.guidance > 0,
         needs_host=request.needs_host,
         is_traced=request.trace,

@@ -234,7 +234,7 @@ def compiled_loop(model: Model, bucket: Bucket, num_slots: int) -> CompiledLoop:
     """
     static = bucket.static
     rows = None if static.needs_host else split_rows(model.params)
-    program = model.program(static.draw, static.is_guided, rows=rows, num_traced=bucket.num_traced)
+    program = model.program(static.is_guided, rows=rows, num_traced=bucket.num_traced)
     kind = HostLoop if static.needs_host else Advance
     return _compiled_loop(program, kind, model.compiler_options, (bucket.key, num_slots))
 

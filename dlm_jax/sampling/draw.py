@@ -12,8 +12,6 @@ from jax import Array
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.positions import place_of_largest
 
-METHODS = ("inverse_cdf", "gumbel")
-
 
 def argmax(logits_NV: Array) -> Array:
     """Ids `[N]` (int32) of the largest logits: the lowest id on ties, 0 where all logits are -inf.
@@ -23,27 +21,20 @@ def argmax(logits_NV: Array) -> Array:
     return vocab.argmax(logits_NV.astype(jnp.float32), vocab.TOLERANCE)
 
 
-def draw(logits_NV: Array, keys_N: Array, *, method: str = "inverse_cdf") -> Array:
+def draw(logits_NV: Array, keys_N: Array) -> Array:
     """Ids `[N]` (int32) drawn from `softmax(logits)`, with one typed key per position.
 
     Tokens with logits of `-inf` or a float32 probability of 0 are never drawn. If all logits at a
-    position are `-inf`, its id is 0.
-
-    `method="inverse_cdf"` splits the vocabulary into three levels and draws one uniform number per
-    level, because a single float32 number does not resolve the far tail. `"gumbel"` takes the
-    argmax of the logits plus Gumbel noise, as other programs do; on CPU it is ten times slower.
+    position are `-inf`, its id is 0. The vocabulary is split into three levels with one uniform
+    number each, because a single float32 number does not resolve the far tail.
     """
-    return draw_with(logits_NV, noise(keys_N, method=method), method=method)
+    return draw_with(logits_NV, noise(keys_N))
 
 
-def noise(keys_N: Array, *, method: str = "inverse_cdf") -> Array:
+def noise(keys_N: Array) -> Array:
     """The noise for `draw_with`: three uniform numbers per key, ``[3, N]`` in [0, 1] with full
-    float32 precision near 0, or the keys for `"gumbel"`.
+    float32 precision near 0.
     """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is not a draw method; use one of {METHODS}")
-    if method == "gumbel":
-        return keys_N
     bits_N6 = jax.vmap(lambda key: jax.random.bits(key, (6,)))(keys_N).astype(jnp.float32)
     return (bits_N6[:, :3] * 2.0**-32 + bits_N6[:, 3:] * 2.0**-64).T
 
@@ -53,7 +44,6 @@ def draw_with(
     noise: Array,
     divisor_N: Array | None = None,
     *,
-    method: str = "inverse_cdf",
     weight_NC: Array | None = None,
 ) -> Array:
     """The ids that `draw` would return for logits divided by `divisor_N` (1 if None), given the
@@ -61,13 +51,6 @@ def draw_with(
     """
     # Never draw from bfloat16 logits, because their tail collapses.
     logits_NV = logits_NV.astype(jnp.float32)
-    if method == "gumbel":
-        if divisor_N is not None:
-            logits_NV = vocab.divide(logits_NV, divisor_N)
-        V = logits_NV.shape[1]
-        # The default float32 Gumbel noise undershoots the tail; mode "high" does not.
-        noise_NV = jax.vmap(lambda key: jax.random.gumbel(key, (V,), mode="high"))(noise)
-        return vocab.argmax(logits_NV + noise_NV)
     if weight_NC is None:
         _, weight_NC = vocab.exp_columns(logits_NV, divisor_N)
     # Three levels, each with its own uniform number: group of columns, column, member.
@@ -94,7 +77,6 @@ def choose_with(
     is_greedy_N: Array,
     divisor_N: Array | None = None,
     *,
-    method: str = "inverse_cdf",
     weight_NC: Array | None = None,
 ) -> Array:
     """Ids `[N]`: the argmax where `is_greedy_N` is True, and the ids of `draw_with` elsewhere.
@@ -109,7 +91,7 @@ def choose_with(
     drawn_N = jax.lax.cond(
         is_greedy_N.all(),
         lambda x, n: none_N,
-        lambda x, n: draw_with(x, n, divisor_N, method=method, weight_NC=weight_NC),
+        lambda x, n: draw_with(x, n, divisor_N, weight_NC=weight_NC),
         logits_NV,
         noise,
     )

@@ -351,7 +351,6 @@ def draw_candidates(
             keeps_best=rules.edit is not None and "likeliest" in rules.edit.needs,
             chain=chain,
             prepared=chain.prepare(state.chain_state, context),
-            method=program.draw,
             banned_ids=program.banned_ids,
             score=score,
             rule_state=state.rule_state,

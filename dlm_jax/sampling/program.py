@@ -9,8 +9,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dlm_jax.sampling.draw import METHODS
-from dlm_jax.settings import require
 from dlm_jax.types import Network, Params
 
 
@@ -24,7 +22,6 @@ class Program:
       chunk: number of positions per readout. Larger chunks need more memory (``chunk * V`` float32
         logits) but fewer kernel launches.
       rows: sharding of the rows over devices, which must divide their number; None if not sharded.
-      draw: draw method, one of `dlm_jax.sampling.draw.METHODS`.
       is_guided: False if the guidance scale of every row is ignored.
       eos_ids: ids that end a generation.
       banned_ids: ids that re-noise never writes, and that starting positions of waves and
@@ -38,17 +35,12 @@ class Program:
     mask_id: int
     chunk: int
     rows: NamedSharding | None = None
-    draw: str = "inverse_cdf"
     is_guided: bool = False
     eos_ids: tuple[int, ...] = ()
     banned_ids: tuple[int, ...] = ()
     pad_id: int = 0
     space_id: int = -1
     num_traced: int = 0
-
-    def __post_init__(self) -> None:
-        remedy = f"use one of {', '.join(METHODS)}"
-        require(self.draw in METHODS, "draw", self.draw, "is not a draw method", remedy)
 
     def by_rows(self, fn: Callable[[Params, Any], Any]) -> Callable[[Params, Any], Any]:
         """Wraps ``fn(params, rows)``, where `rows` is a pytree of rows, so that each device

@@ -255,8 +255,8 @@ def _of_step(program: Program, params: Params, first: State, one: _Step, width: 
 
         def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
             ids_N = jnp.maximum(at_places(one.tokens_BL, places_N), 0)
-            logits_NV, _ = logits(places_N, is_real_N)
-            logprob_N = fill.draw_logprob(logits_NV, ids_N, fill.at(places_N, is_real_N))
+            at, logits_NV = fill.at(places_N, is_real_N), logits(places_N, is_real_N)
+            logprob_N = fill.draw_logprob(logits_NV, ids_N, at)
             return jnp.where(is_real_N, logprob_N, 0.0)
 
         chunk = head_chunk(fill) if "head:sampler" in rule.needs else fill.chunk

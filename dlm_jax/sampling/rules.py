@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
 from dlm_jax.sampling.commit.commit_rule import OrderRule
 from dlm_jax.sampling.commit.orders import NoiseSchedule
-from dlm_jax.sampling.draw import METHODS
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
 from dlm_jax.sampling.kv_cache import KV_CACHES, KVCache
 from dlm_jax.sampling.noise import NOISE_RULES, NoiseProcess, NoiseRule
@@ -103,13 +102,6 @@ IGNORE_EOS = Setting(
 )
 EDIT = Setting(
     "edit", False, "insert and delete tokens between steps, which changes the lengths of rows"
-)
-DRAW = Setting(
-    "draw",
-    "inverse_cdf",
-    "draw method: inverse_cdf (faster) or gumbel (as in other programs)",
-    choices={name: name for name in METHODS},
-    is_preset=True,
 )
 GEN_LENGTH = Setting(
     "gen_length",
@@ -212,7 +204,7 @@ class RuleTable:
         rules = (cls for slot in SLOTS for cls in getattr(self, slot).values())
         declared = (setting for cls in rules for setting in cls.settings())
         settings: dict[str, Setting] = {}
-        for setting in (GEN_LENGTH, *ROW_SETTINGS, *chosen, DRAW, EDIT, *declared, IGNORE_EOS):
+        for setting in (GEN_LENGTH, *ROW_SETTINGS, *chosen, EDIT, *declared, IGNORE_EOS):
             if settings.setdefault(setting.name, setting) is not setting:
                 raise ValueError(
                     f"setting {setting.name!r} is declared twice with different definitions; "

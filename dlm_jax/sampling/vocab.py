@@ -2,18 +2,14 @@
 
 XLA's CPU backend does not vectorise a reduction that contains a comparison or a `where`. One such
 pass over 256 x 50257 logits takes 20 ms, while accumulating the same function elementwise into
-`[N, C]` columns takes 3 ms. Every pass over the logits therefore uses `accumulate`. Each position
-has its own columns, so the result at a position does not depend on the number of positions.
-
-On accelerators, sorting and reducing whole rows is faster than these workarounds.
-`sorts_whole_rows` decides which method is used. Both methods give bitwise identical results.
+`[N, C]` columns takes 3 ms. On accelerators, sorting and reducing whole rows is faster, with the
+same results.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,75 +28,11 @@ difference is relative to its terms.
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _WIDTHS = range(2048, 511, -1)
 _USUAL_WIDTH = 1024
-RESIDENT_WIDTH = 1024
 
 
 def sorts_whole_rows() -> bool:
-    """True if whole-row sorts and reductions are fastest on the devices in use.
-
-    On a TPU v5e, ``argmax`` and ``top_k`` of 512 x 32768 logits take half the run time and a third
-    of the compile time of this module's workarounds.
-    """
+    """True if whole-row sorts and reductions are fastest on the devices in use."""
     return platform() != "cpu"
-
-
-def blocks_at_once(num_blocks: int) -> int:
-    """Number of blocks in one iteration of a kernel's loop over the vocabulary."""
-    return next(size for size in (4, 3, 2, 1) if num_blocks % size == 0)
-
-
-@dataclass(frozen=True)
-class Resident:
-    """Logits of a few positions in the memory of a kernel, padded with -inf to whole blocks.
-
-    Functions of this module that only pass over the logits also accept them.
-
-    Attributes:
-      refs: the arrays that a pass reads, float32 `[N, padded V]`.
-      spare: memory for two more arrays.
-      vocab_size: number of logits.
-    """
-
-    refs: tuple[Any, ...]
-    spare: tuple[Any, ...]
-    vocab_size: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.refs[0].shape[0], self.vocab_size
-
-    def fold(self, fn: Callable[[Any, Any, Any, Array], Any], init: Any) -> Any:
-        """The last of the values `fn(acc, place, block, ids_NC)`, over all blocks."""
-        # Imported here, because only kernels need it and it is slow.
-        from jax.experimental import pallas as pl
-
-        num, padded = self.refs[0].shape
-        num_blocks = padded // RESIDENT_WIDTH
-        at_once = blocks_at_once(num_blocks)
-
-        def step(turn, acc):
-            for part in range(at_once):
-                start = (turn * at_once + part) * RESIDENT_WIDTH
-                place = slice(None), pl.ds(pl.multiple_of(start, RESIDENT_WIDTH), RESIDENT_WIDTH)
-                ids_NC = jax.lax.broadcasted_iota(jnp.int32, (num, RESIDENT_WIDTH), 1) + start
-                found = tuple(ref[place] for ref in self.refs)
-                acc = fn(acc, place, found[0] if len(found) == 1 else found, ids_NC)
-            return acc
-
-        return jax.lax.fori_loop(0, num_blocks // at_once, step, init)
-
-    def stored(self, *fns: Callable[[Array], Array]) -> Resident:
-        """The values of up to two functions of the logits, computed once."""
-
-        def store(_, place, block, ids):
-            for ref, fn in zip(self.spare, fns, strict=False):
-                ref[place] = fn(block)
-
-        self.fold(store, None)
-        return Resident(self.spare[: len(fns)], (), self.vocab_size)
-
-
-Logits = Array | Resident
 
 
 @functools.cache
@@ -115,7 +47,7 @@ def width_of(vocab_size: int) -> int:
     return next((c for c in _WIDTHS if vocab_size % c == 0), _USUAL_WIDTH)
 
 
-def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Logits) -> Any:
+def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
     """Accumulators after `fn(acc, block_NC, ids_1C) -> acc` has processed the vocabulary once.
 
     `init` is a pytree of `[N, C]` arrays (`C = width_of(V)`). Column c processes the ids `c + j *
@@ -123,8 +55,6 @@ def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Logits) -> Any:
     then updates only the leading columns.
     """
     N, V = logits_NV.shape
-    if isinstance(logits_NV, Resident):
-        return logits_NV.fold(lambda acc, place, block, ids: fn(acc, block, ids), init)
     C = width_of(V)
     num_full = V // C
     ids_1C = jnp.arange(C, dtype=jnp.int32)[None]
@@ -144,14 +74,12 @@ def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Logits) -> Any:
     return acc
 
 
-def columns(logits_NV: Logits, fill: float | int, dtype: Any = jnp.float32) -> Array:
+def columns(logits_NV: Array, fill: float | int, dtype: Any = jnp.float32) -> Array:
     """An `[N, C]` accumulator with initial value `fill`."""
-    is_resident = isinstance(logits_NV, Resident)
-    width = RESIDENT_WIDTH if is_resident else width_of(logits_NV.shape[1])
-    return jnp.full((logits_NV.shape[0], width), fill, dtype)
+    return jnp.full((logits_NV.shape[0], width_of(logits_NV.shape[1])), fill, dtype)
 
 
-def column_sums(logits_NV: Logits, *terms: Callable[[Any, Array], Array]) -> tuple[Array, ...]:
+def column_sums(logits_NV: Array, *terms: Callable[[Any, Array], Array]) -> tuple[Array, ...]:
     """Sum of each elementwise `term(block_NC, ids_1C)` in each column, `[N, C]`, in one pass."""
 
     def add(accs: tuple[Array, ...], block: Any, ids: Array) -> tuple[Array, ...]:
@@ -160,7 +88,7 @@ def column_sums(logits_NV: Logits, *terms: Callable[[Any, Array], Array]) -> tup
     return accumulate(add, (columns(logits_NV, 0.0),) * len(terms), logits_NV)
 
 
-def sums(logits_NV: Logits, *terms: Callable[[Any, Array], Array]) -> tuple[Array, ...]:
+def sums(logits_NV: Array, *terms: Callable[[Any, Array], Array]) -> tuple[Array, ...]:
     """Sum `[N]` of each elementwise `term(block_NC, ids_1C)`, in one pass."""
     return tuple(sum_NC.sum(-1) for sum_NC in column_sums(logits_NV, *terms))
 
@@ -182,7 +110,7 @@ def _at_ids(logits_NV: Array, ids_NK: Array) -> Array:
     return jnp.take_along_axis(logits_NV, ids_NK, axis=1, mode="promise_in_bounds")
 
 
-def column_max(logits_NV: Logits) -> Array:
+def column_max(logits_NV: Array) -> Array:
     """Largest logit of each column, `[N, C]`."""
 
     def fn(acc_NC, block_NC, ids_1C):
@@ -191,20 +119,12 @@ def column_max(logits_NV: Logits) -> Array:
     return accumulate(fn, columns(logits_NV, -jnp.inf), logits_NV)
 
 
-def stopped(logits_NV: Logits) -> Any:
-    """The logits without their derivative; searches have none."""
-    is_resident = isinstance(logits_NV, Resident)
-    return logits_NV if is_resident else jax.lax.stop_gradient(logits_NV)
-
-
-def maximum(logits_NV: Logits) -> Array:
+def maximum(logits_NV: Array) -> Array:
     """Largest logit `[N]`."""
-    if isinstance(logits_NV, Resident):
-        return column_max(logits_NV).max(-1)
     return logits_NV.max(-1)
 
 
-def minimum(logits_NV: Logits) -> Array:
+def minimum(logits_NV: Array) -> Array:
     """Smallest finite logit `[N]`; +inf if there is none."""
 
     def fn(acc_NC, block_NC, ids_1C):
@@ -213,7 +133,7 @@ def minimum(logits_NV: Logits) -> Array:
     return accumulate(fn, columns(logits_NV, jnp.inf), logits_NV).min(-1)
 
 
-def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Logits) -> Array:
+def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Array) -> Array:
     """Lowest id `[N]` whose logit satisfies an elementwise predicate; V if there is none."""
     V = logits_NV.shape[1]
 
@@ -223,16 +143,12 @@ def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Logits) -> Array:
     return accumulate(fn, columns(logits_NV, V, jnp.int32), logits_NV).min(-1)
 
 
-def argmax(logits_NV: Logits, tolerance: float = 0.0) -> Array:
+def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
     """Id `[N]` of the largest logit: the lowest id on ties, 0 where all logits are -inf.
 
     Logits that differ from the largest by less than `tolerance`, relative to the magnitude of the
     largest (between 1 and 100), are tied with it.
     """
-    if isinstance(logits_NV, Resident):
-        low_N1 = _lowest_tied(maximum(logits_NV)[:, None], tolerance)
-        best_N = lowest_id(lambda block: flushed(block) >= low_N1, logits_NV)
-        return jnp.where(best_N < logits_NV.shape[1], best_N, 0)
     if sorts_whole_rows():
         seen_NV = flushed(logits_NV)
         return place_of_largest(seen_NV >= _lowest_tied(seen_NV.max(-1, keepdims=True), tolerance))
@@ -338,15 +254,13 @@ def divide(logits_NV: Array, divisor_N: Array) -> Array:
     return times(logits_NV, reciprocal(divisor_N)[:, None])
 
 
-def reciprocal(divisor_N: Array, logits_NV: Logits | None = None) -> Array:
+def reciprocal(divisor_N: Array) -> Array:
     """Reciprocal of the divisor of the logits.
 
     XLA converts only some divisions by a per-row divisor to products. All quotients are therefore
     computed as products, so that the largest logit gives the largest quotient.
     """
-    scale_N = 1.0 / divisor_N
-    is_resident = isinstance(logits_NV, Resident)
-    return scale_N if is_resident else jax.lax.optimization_barrier(scale_N)
+    return jax.lax.optimization_barrier(1.0 / divisor_N)
 
 
 @jax.custom_jvp
@@ -367,7 +281,7 @@ def _slope_of_times(
     return times(logits_NV, scale_N1), slope_NV
 
 
-def exp_columns(logits_NV: Logits, divisor_N: Array | None = None) -> tuple[Array, Array]:
+def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
     """Largest logit `[N]` (0 where all are -inf), and the sum of `exp(logit - max)` in each column,
     `[N, C]`.
 
@@ -442,7 +356,7 @@ def entropy(logits_NV: Array) -> Array:
     return jnp.log1p(rest_N) + gaps_N / (1.0 + rest_N)
 
 
-def count_and_entropy(logits_NV: Logits) -> tuple[Array, Array]:
+def count_and_entropy(logits_NV: Array) -> tuple[Array, Array]:
     """Number of candidates (finite logits) and entropy in nats of their softmax, `[N]` each."""
     max_N, weight_NC = exp_columns(logits_NV)
     log_total_N = jnp.log(weight_NC.sum(-1))

@@ -80,7 +80,6 @@ def test_kinds_of_equal_requests_are_equal_and_others_are_not():
         Bucket([_request()], FACTS, 128),
         Bucket([_biased(9)], FACTS, 64),
         Bucket([_request(order="left_to_right")], FACTS, 64),
-        Bucket([_request(draw="gumbel")], FACTS, 64),
         Bucket([dataclasses.replace(_request(), read_back=True)], FACTS, 64),
     ):
         assert other.key != bucket.key

@@ -22,8 +22,6 @@ from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests, only_chains_in_use
 from dlm_jax.inference.slots import Slots
-from dlm_jax.sampling.draw import METHODS
-from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.types import Network, Status
 
 MODEL = dataclasses.replace(toy_model.MODEL, sample=SamplingParams(steps=6, temperature=0.8))
@@ -377,29 +375,6 @@ def test_a_hosted_row_on_eight_devices_is_the_same():
     assert len(ours.read_back[0]) == len(theirs.read_back[0]) == 5
 
 
-# The draw
-
-
-def test_the_draw_is_a_setting_of_a_prompt_of_a_call_or_of_the_model():
-    plain = dlm_jax.generate(SHORT, [PROMPT], seed=30, gen_length=20)
-    gumbel = dlm_jax.generate(SHORT, [PROMPT], seed=30, gen_length=20, draw="gumbel")
-    assert plain.texts != gumbel.texts
-    recommends = dataclasses.replace(
-        SHORT, sample=dataclasses.replace(LEFT_TO_RIGHT, draw="gumbel", gen_length=20)
-    )
-    assert dlm_jax.generate(recommends, [PROMPT], seed=30).texts == gumbel.texts
-    prompts = [{"prompt": PROMPT, "draw": draw, "seed": 30} for draw in ("gumbel", "inverse_cdf")]
-    mixed = dlm_jax.generate(SHORT, prompts, gen_length=20)
-    assert mixed.texts == gumbel.texts + plain.texts
-    assert (gumbel.programs, mixed.programs) == (("rows=1 canvas=64",), ())
-
-
-def test_draws_of_the_settings_are_those_of_the_library():
-    assert tuple(BUILT_IN.settings["draw"].choices) == METHODS
-    with pytest.raises(ValueError, match="draw='gumble' is not .* use one of inverse_cdf, gumbel"):
-        MODEL.program(draw="gumble")
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -408,7 +383,6 @@ def test_draws_of_the_settings_are_those_of_the_library():
         ({"max_candidates": 0}, "max_candidates=0 must be an integer of at least 1"),
         ({"max_candidates": "3"}, "max_candidates='3' must be an integer of at least 1"),
         ({"prompts": ["", {"read_bak": True}]}, "prompt 1: read_bak=True is not a sampling"),
-        ({"draw": "gumble"}, "draw='gumble' is not one of inverse_cdf, gumbel; did you mean 'gum"),
         ({"prompts": ["Zebra"]}, "'Z' (U+005A) at position 0"),
         ({"prompts": ["The " * 8]}, "prompt of 32 tokens leaves no space on the canvas of 32"),
         ({"prompts": []}, "nothing to generate"),
@@ -479,7 +453,7 @@ def test_only_the_transforms_in_use_are_compiled_and_the_tokens_stay_the_same(mo
 
     monkeypatch.setattr("dlm_jax.inference.generate.Engine", Spy)
     asked = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.3}
-    prompts = [{"prompt": "A ", "min_p": 0.1}, {"prompt": PROMPT, "draw": "gumbel"}]
+    prompts = [{"prompt": "A ", "min_p": 0.1}, {"prompt": PROMPT, "guidance": 1.0}]
     ours = dlm_jax.generate(model, prompts, seed=5, **asked)
     assert chains == [("penalties", "temperature", "top_p", "min_p")] * 2
     whole = [request for index, prompt in enumerate(prompts)
@@ -496,6 +470,6 @@ def test_only_the_transforms_in_use_are_compiled_and_the_tokens_stay_the_same(mo
 
 def test_texts_tell_what_had_to_be_compiled():
     model = dataclasses.replace(SHORT, max_length=70)
-    asked = {"gen_length": 66, "draw": "gumbel", "steps": 2}
+    asked = {"gen_length": 66, "guidance": 1.0, "steps": 2}
     assert dlm_jax.generate(model, [""], **asked).programs == ("rows=1 canvas=128",)
     assert dlm_jax.generate(model, ["A "], **asked).programs == ()

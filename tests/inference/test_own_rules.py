@@ -68,14 +68,14 @@ class Flat(dlm_jax.FillRule):
         read = self.logits(fill, fill.tokens_BL, None)
 
         def draw(out, places_N, is_real_N):
-            drawable_NV, _ = read(places_N, is_real_N)
+            drawable_NV = read(places_N, is_real_N)
             return fill.draw(out, places_N, is_real_N, fill.logits(places_N), drawable_NV)
 
         return fold(fill.is_read_BL, fill.chunk, draw, fill.start())
 
     def logits(self, fill, tokens_BL, level_BL):
         """Half the logits of the LM head."""
-        return lambda places_N, is_real_N: (0.5 * fill.logits(places_N), None)
+        return lambda places_N, is_real_N: 0.5 * fill.logits(places_N)
 
 
 def _same(ours, theirs):

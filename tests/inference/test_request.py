@@ -78,7 +78,7 @@ def test_rows_that_agree_in_what_is_compiled_in_run_together():
         _request(order="threshold"), _request(order="threshold", confidence="max"),
         _request(schedule="all"), _request(remask="scheduled", remask_start=0.5),
         _request(remask="scheduled", remask_by="critic"), _request(fill="wavefront"),
-        _request(guidance=1.0), _request(draw="gumbel"), _request(chain=("temperature",)),
+        _request(guidance=1.0), _request(chain=("temperature",)),
         _request(edit=True, edit_token="mask"), _request(renoise="mask", renoise_start=0.5),
         Request(TOKENS, SamplingParams(), read_back=True),
     ]  # fmt: skip

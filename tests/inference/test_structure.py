@@ -71,7 +71,7 @@ def test_of_ignore_eos_and_stop_at_eos_the_given_one_holds_in_calls_and_prompts(
         pytest.param({"order": "low_confidence", "block_length": 6}, marks=pytest.mark.slow),
         {"order": "random"},
         pytest.param(
-            {"order": "left_to_right", "temperature": 0.0, "draw": "gumbel"},
+            {"order": "left_to_right", "temperature": 0.0},
             marks=pytest.mark.slow,
         ),
     ],

@@ -9,9 +9,7 @@ import pytest
 import transform_cases as tc
 
 from dlm_jax.sampling import draw as drawing
-from dlm_jax.sampling.program import Program
 
-each_method = pytest.mark.parametrize("method", drawing.METHODS)
 SIZES = (1, 2, 40, 2503)
 
 
@@ -19,24 +17,14 @@ def keys(seed: int, num: int) -> jax.Array:
     return jax.random.split(jax.random.key(seed), num)
 
 
-@jax.jit
-def inverse_cdf(x, keys_N):
-    return drawing.draw(x, keys_N)
+draw = jax.jit(drawing.draw)
 
 
-@jax.jit
-def gumbel(x, keys_N):
-    return drawing.draw(x, keys_N, method="gumbel")
-
-
-DRAW = {"inverse_cdf": inverse_cdf, "gumbel": gumbel}
-
-
-def counts_of(x: np.ndarray, num: int, method: str, seed: int) -> np.ndarray:
+def counts_of(x: np.ndarray, num: int, seed: int) -> np.ndarray:
     """How often each id came in `num` draws from the same logits, at most 4096 at a time."""
     total, batch = np.zeros(x.size, int), 4096
     for first in range(0, num, batch):
-        ids = DRAW[method](np.broadcast_to(x, (batch, x.size)), keys(seed + first, batch))
+        ids = draw(np.broadcast_to(x, (batch, x.size)), keys(seed + first, batch))
         total += np.bincount(np.asarray(ids), minlength=x.size)
     return total
 
@@ -46,12 +34,11 @@ def chi_square_quantile(freedom: int, z: float) -> float:
     return freedom * (1 - 2 / (9 * freedom) + z * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
-@each_method
 @pytest.mark.parametrize("kind", ["normal", "peaked", "ties"])
-def test_draws_follow_the_softmax(method, kind):
+def test_draws_follow_the_softmax(kind):
     # with 40,960 draws a relative error of 15% in a token of mass 0.1 is seen with power > 0.99
     x = tc.logits(kind, 3)[0]
-    counts = counts_of(x, 40_960, method, seed=1)
+    counts = counts_of(x, 40_960, seed=1)
     p = np.exp(x.astype(np.float64) - x.max())
     expected = counts.sum() * p / p.sum()
     is_common = expected >= 5
@@ -60,17 +47,15 @@ def test_draws_follow_the_softmax(method, kind):
     assert counts[~is_common].sum() <= 5 + 5 * expected[~is_common].sum()
 
 
-@each_method
-def test_draws_at_a_temperature_follow_the_softmax_in_a_vocabulary_of_many_columns(method):
+def test_draws_at_a_temperature_follow_the_softmax_in_a_vocabulary_of_many_columns():
     """Ids that differ by 1024 share a column, and columns beside each other a group."""
-    num, temperature, V = (2048 if method == "gumbel" else 4096), 0.5, 2503
+    num, temperature, V = 4096, 0.5, 2503
     ids = np.array([column + 1024 * member for column in (3, 9, 20, 400) for member in range(3)])
     logits = np.random.default_rng(0).normal(size=ids.size) / 2
     x = np.full((num, V), -np.inf, np.float32)
     x[:, ids] = logits
     divisors = jnp.full(num, temperature)
-    draw_with = jax.jit(drawing.draw_with, static_argnames="method")
-    drawn = draw_with(x, drawing.noise(keys(2, num), method=method), divisors, method=method)
+    drawn = jax.jit(drawing.draw_with)(x, drawing.noise(keys(2, num)), divisors)
     counts = np.bincount(np.asarray(drawn), minlength=V)[ids]
     assert counts.sum() == num
     p = np.exp(logits / temperature)
@@ -89,35 +74,31 @@ def test_a_tail_of_mass_1e_9_keeps_its_proportions():
     np.testing.assert_allclose(shares, [0.25, 0.75, 0, 0], atol=0.01)
 
 
-@each_method
 @pytest.mark.parametrize("size", SIZES)
-def test_impossible_tokens_are_never_drawn(method, size):
+def test_impossible_tokens_are_never_drawn(size):
     for seed, kind in enumerate(tc.KINDS):
         x = tc.logits(kind, seed, (64, size))
-        ids = np.asarray(DRAW[method](x, keys(seed, 64)))
+        ids = np.asarray(draw(x, keys(seed, 64)))
         assert np.all((ids >= 0) & (ids < size))
         chosen = x[np.arange(64), ids]
         assert np.all(chosen > -np.inf), kind
-        if method == "inverse_cdf":
-            assert np.all(np.exp(chosen - x.max(-1)) > 0), kind
+        assert np.all(np.exp(chosen - x.max(-1)) > 0), kind
 
 
-@each_method
-def test_a_position_without_candidates_gives_the_lowest_id(method):
+def test_a_position_without_candidates_gives_the_lowest_id():
     x = np.full((64, 40), -np.inf, np.float32)
-    assert np.all(np.asarray(DRAW[method](x, keys(0, 64))) == 0)
+    assert np.all(np.asarray(draw(x, keys(0, 64))) == 0)
     assert np.all(np.asarray(drawing.argmax(jnp.asarray(x))) == 0)
 
 
-@each_method
-def test_a_token_depends_on_its_own_key_and_logits_wherever_it_stands(method):
+def test_a_token_depends_on_its_own_key_and_logits_wherever_it_stands():
     x = tc.logits("normal", 1, (64, 40))
-    alone = np.asarray(DRAW[method](x, keys(3, 64)))
+    alone = np.asarray(draw(x, keys(3, 64)))
     order = np.random.default_rng(0).permutation(64)
-    np.testing.assert_array_equal(DRAW[method](x[order], keys(3, 64)[order]), alone[order])
+    np.testing.assert_array_equal(draw(x[order], keys(3, 64)[order]), alone[order])
     strangers = tc.logits("ties", 2, (64, 40))
     strangers[:5] = x[:5]
-    np.testing.assert_array_equal(DRAW[method](strangers, keys(3, 64))[:5], alone[:5])
+    np.testing.assert_array_equal(draw(strangers, keys(3, 64))[:5], alone[:5])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -141,7 +122,7 @@ def test_choose_takes_the_argmax_of_greedy_positions_only():
     choose = jax.jit(drawing.choose_with)
     ids = np.asarray(choose(x, drawing.noise(keys(0, 64)), is_greedy))
     np.testing.assert_array_equal(ids[is_greedy], x.argmax(-1)[is_greedy])
-    drawn = np.asarray(inverse_cdf(x, keys(0, 64)))
+    drawn = np.asarray(draw(x, keys(0, 64)))
     np.testing.assert_array_equal(ids[~is_greedy], drawn[~is_greedy])
     all_greedy = choose(x, drawing.noise(keys(1, 64)), np.ones(64, bool))
     np.testing.assert_array_equal(all_greedy, x.argmax(-1))
@@ -168,8 +149,3 @@ def test_the_largest_of_huge_logits_is_drawn_whatever_they_are_divided_by():
     divisors = jnp.linspace(0.1, 3.0, 64)
     ids = jax.jit(drawing.draw_with)(x, drawing.noise(keys(0, 64)), divisors)
     np.testing.assert_array_equal(ids, x.argmax(-1))
-
-
-def test_a_program_refuses_an_unknown_draw_method_by_the_name_of_its_field():
-    with pytest.raises(ValueError, match="draw='beam' is not a draw method; use one of inverse"):
-        Program(None, 0, chunk=1, draw="beam")

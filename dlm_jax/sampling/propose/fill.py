@@ -87,7 +87,6 @@ class FillInput:
       is_traced: True if the statistics of the draws are needed.
       keeps_final_logprob: True if `Proposal.final_logprob_BL` is needed; None if only a transform
         with state can read it.
-      method: draw method.
       banned_ids: ids that `FillOutput.best_BL` and starting positions ignore, as those of the row.
       signal: ``(logits_NV) -> vectors_ND``, the self-conditioning signal of the logits after the
         chain; None for a network without a signal.
@@ -114,7 +113,6 @@ class FillInput:
     keeps_best: bool = False
     is_traced: bool = False
     keeps_final_logprob: bool | None = None
-    method: str = "inverse_cdf"
     banned_ids: tuple[int, ...] = ()
     signal: Callable[[jax.Array], jax.Array] | None = None
     signal_BLD: jax.Array | None = None
@@ -173,7 +171,6 @@ class FillInput:
             at.key_N,
             at=at,
             prepared=self.prepared,
-            method=self.method,
             is_scored=self.keeps_final_logprob,
         )
         if own_N is not None:
@@ -269,8 +266,8 @@ class FillInput:
         return jnp.where(self.chain.is_greedy(at), 0.0, log_prob(final_NV, ids_N))
 
 
-DrawLogits = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
-"""``(places_N, is_real_N) -> (logits_NV, is_grown_N)``; see `FillRule.logits`."""
+DrawLogits = Callable[[jax.Array, jax.Array], jax.Array]
+"""``(places_N, is_real_N) -> logits_NV``; see `FillRule.logits`."""
 
 
 class FillRule(Rule):
@@ -286,9 +283,8 @@ class FillRule(Rule):
         raise NotImplementedError
 
     def logits(self, fill: FillInput, tokens_BL: jax.Array, level_BL: jax.Array) -> DrawLogits:
-        """The logits, before the chain, that recorded candidates were drawn from; True where the
-        sampler head computed them, or None if the LM head computed all. Traces, their replay and
-        read-back require this method.
+        """The logits, before the chain, that recorded candidates were drawn from. Traces, their
+        replay and read-back require this method.
 
         `tokens_BL` are the candidates (-1 where none was drawn), and `level_BL` is
         `FillOutput.level_BL`; int32 ``[B, L]`` each.
@@ -334,7 +330,7 @@ class Parallel(FillRule):
         return fold(fill.is_read_BL, fill.chunk, draw, fill.start())
 
     def logits(self, fill: FillInput, tokens_BL: jax.Array, level_BL: jax.Array) -> DrawLogits:
-        return lambda places_N, is_real_N: (fill.logits(places_N), None)
+        return lambda places_N, is_real_N: fill.logits(places_N)
 
 
 class FillOptions(TypedDict, total=False):

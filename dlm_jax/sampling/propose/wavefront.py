@@ -311,7 +311,7 @@ class Wavefront(FillRule):
         """The LM head at starting positions, and the sampler head at all others."""
         grown = grown_logits(fill, level_BL, self.temperature_B)
 
-        def read(places_N: jax.Array, is_real_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def read(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
             is_grown_N = at_places(level_BL, places_N) > 0
             none_NV = jnp.zeros((places_N.size, fill.network.vocab_size), jnp.float32)
             first_NV, grown_NV = (
@@ -321,7 +321,7 @@ class Wavefront(FillRule):
                     (is_grown_N, lambda: grown(tokens_BL, places_N)[1]),
                 )
             )
-            return jnp.where(is_grown_N[:, None], grown_NV, first_NV), is_grown_N
+            return jnp.where(is_grown_N[:, None], grown_NV, first_NV)
 
         return read
 

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.pytree import pytree
-from dlm_jax.randomness import salted
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.transforms.bias import LogitBias
@@ -32,7 +31,6 @@ from dlm_jax.sampling.transforms.transform import (
 from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES, TopK
 from dlm_jax.types import returned
 
-_FEW_SALT = 0x666577
 _Steps = list[tuple[Any, Any]]
 
 
@@ -151,7 +149,6 @@ class Chain:
         logits_NV: Array,
         at: At,
         *,
-        method: str = "inverse_cdf",
         is_scored: Array | bool | None = None,
     ) -> tuple[Array, Array]:
         """Ids `[N]` (int32), and their log-probabilities `[N]` in nats after the whole chain.
@@ -165,7 +162,7 @@ class Chain:
             is_scored = any_active([t for t in self.transforms if has_feedback(t)], at)
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, prepared, strict=True))
-        noise = drawing.noise(at.key_N, method=method)
+        noise = drawing.noise(at.key_N)
         zeros_N = jnp.zeros(at.row_N.shape, jnp.float32)
         none = jnp.zeros(at.row_N.shape, jnp.int32), zeros_N
         cut, is_few_N = self._few(logits_NV.shape[1], at)
@@ -195,7 +192,7 @@ class Chain:
         def in_place(x_NV: Array) -> tuple[Array, Array, Array, Array]:
             ids_N = jax.lax.cond(
                 rest.is_real_N.any(),
-                lambda x: drawing.choose_with(x, noise, takes_best_N, divisor_N, method=method),
+                lambda x: drawing.choose_with(x, noise, takes_best_N, divisor_N),
                 lambda x: none[0],
                 x_NV,
             )
@@ -211,14 +208,12 @@ class Chain:
 
             def draw(x_NV: Array) -> tuple[Array, Array]:
                 x_NV = run_all(steps[cut:], x_NV, rest)
-                needs_sums = ~takes_best_N.all() & (method == "inverse_cdf") | is_scored
+                needs_sums = ~takes_best_N.all() | is_scored
                 unknown = zeros_N + 1.0, vocab.columns(x_NV, 1.0)
                 sums = jax.lax.cond(
                     needs_sums, lambda x: vocab.exp_columns(x), lambda x: unknown, x_NV
                 )
-                ids_N = drawing.choose_with(
-                    x_NV, noise, takes_best_N, method=method, weight_NC=sums[1]
-                )
+                ids_N = drawing.choose_with(x_NV, noise, takes_best_N, weight_NC=sums[1])
                 return ids_N, score(x_NV, ids_N, sums)
 
             return *jax.lax.cond(rest.is_real_N.any(), draw, lambda x: none, x_NV), *few
@@ -229,12 +224,11 @@ class Chain:
 
         def from_few(noise: Array) -> tuple[Array, Array]:
             final_NK = self._finish(cut, steps, few_NK, at._replace(is_real_N=is_few_N))
-            place_N = drawing.draw_with(final_NK, noise, method=method)
+            place_N = drawing.draw_with(final_NK, noise)
             of_few_N = jnp.take_along_axis(ids_NK, place_N[:, None], axis=1)[:, 0]
             return of_few_N, score(final_NK, place_N)
 
-        few_noise = salted(at.key_N, _FEW_SALT) if method == "gumbel" else noise
-        of_few = jax.lax.cond(is_few_N.any(), from_few, lambda noise: none, few_noise)
+        of_few = jax.lax.cond(is_few_N.any(), from_few, lambda noise: none, noise)
         return jnp.where(is_few_N, of_few[0], token_N), jnp.where(is_few_N, of_few[1], score_N)
 
     def _few(self, num_logits: int, at: At) -> tuple[int, Array]:

@@ -46,7 +46,6 @@ def sample_logits(
     previous: ArrayLike | None = None,
     prepared: tuple[Any, ...] | None = None,
     at: At | None = None,
-    method: str = "inverse_cdf",
     is_scored: Array | bool | None = True,
 ) -> tuple[Array, Array]:
     """Token ids, int32 ``[N]``, drawn after the chain of each row, and their log-probabilities.
@@ -72,7 +71,6 @@ def sample_logits(
         them once for all of its chunks.
       at: rows and positions of the logits in a step of the loop, where a row of the chain can have
         several positions. It must come with `prepared`.
-      method: draw method: ``inverse_cdf`` or ``gumbel``; static.
       is_scored: False returns zeros in place of log-probabilities, which saves a pass over the
         vocabulary; None returns zeros unless a transform with state reads log-probabilities.
 
@@ -87,7 +85,7 @@ def sample_logits(
         if previous is not None:
             previous = jnp.asarray(previous)[None]
         ids_1, logprob_1 = sample_logits(
-            logits[None], params, key[None], previous=previous, method=method, is_scored=is_scored
+            logits[None], params, key[None], previous=previous, is_scored=is_scored
         )
         return ids_1[0], logprob_1[0]
     num_rows, vocab_size = logits.shape
@@ -113,7 +111,7 @@ def sample_logits(
     if prepared is None:
         raise ValueError("at is given without prepared; pass the result of Chain.prepare")
     at = at._replace(key_N=key)
-    return params.draw(prepared, logits, at, method=method, is_scored=is_scored)
+    return params.draw(prepared, logits, at, is_scored=is_scored)
 
 
 def chain_of(params: Mapping[str, ArrayLike] | Chain, num_rows: int, vocab_size: int) -> Chain:

@@ -126,7 +126,7 @@ class Temperature(Pointwise):
         divisor_N = self.divisor()[at.row_N]
 
         def scaled(divisor_N: Array) -> Array:
-            return vocab.times(logits_NV, vocab.reciprocal(divisor_N)[:, None])
+            return vocab.divide(logits_NV, divisor_N)
 
         def dynamic() -> Array:
             count_N, entropy_N = vocab.count_and_entropy(logits_NV)

@@ -67,18 +67,16 @@ def _filled(hidden_BLD, is_open_BL, *, network=NETWORK, chain=None, **more):
     return Parallel().propose(FillInput(**fill | more))
 
 
-@functools.partial(jax.jit, static_argnames=("chunk", "method"))
-def _propose(hidden_BLD, is_open_BL, keys_B, *, chunk, method="inverse_cdf"):
+@functools.partial(jax.jit, static_argnames="chunk")
+def _propose(hidden_BLD, is_open_BL, keys_B, *, chunk):
     def score(places_N, at, logits_NV, drawn):
         return jnp.max(logits_NV, axis=-1) + drawn.logprob_N, ()
 
-    return _filled(hidden_BLD, is_open_BL, key_B=keys_B, score=score, chunk=chunk, method=method)[
-        :2
-    ]
+    return _filled(hidden_BLD, is_open_BL, key_B=keys_B, score=score, chunk=chunk)[:2]
 
 
-@functools.partial(jax.jit, static_argnames="method")
-def _all_at_once(hidden_BLD, is_open_BL, keys_B, *, method="inverse_cdf"):
+@jax.jit
+def _all_at_once(hidden_BLD, is_open_BL, keys_B):
     """Ids and log-probabilities of every position, from one array of all logits."""
     chain = canvases.make_chain(TEMPERATURES)
     total = ROWS * POSITIONS
@@ -87,7 +85,7 @@ def _all_at_once(hidden_BLD, is_open_BL, keys_B, *, method="inverse_cdf"):
     clean_NV = hidden_BLD.reshape(total, -1) * PARAMS["scale"]
     at = At(row_N, index_N, key_N, jnp.ones(total, bool))
     prepared = chain.prepare(chain.init(ROWS), _context(is_open_BL))
-    ids_N, _ = chain.draw(prepared, clean_NV, at, method=method)
+    ids_N, _ = chain.draw(prepared, clean_NV, at)
     logprob_NV = jax.nn.log_softmax(clean_NV)
     logprob_N = jnp.take_along_axis(logprob_NV, ids_N[:, None], axis=1)[:, 0]
     confidence_N = clean_NV.max(-1) + logprob_N
@@ -112,14 +110,6 @@ def test_chunks_of_any_size_propose_what_one_pass_over_all_logits_does(chunk):
         np.testing.assert_allclose(mine, jnp.where(is_open_BL, theirs, 0), rtol=1e-5, atol=1e-6)
     assert is_finite_B.all()
     assert not set(np.asarray(ours.tokens_BL)[is_open_BL].tolist()) & set(toy.BANNED)
-
-
-def test_tokens_are_drawn_as_the_method_says():
-    hidden_BLD, is_open_BL = _example()
-    ours, _ = _propose(hidden_BLD, is_open_BL, _keys(), chunk=5, method="gumbel")
-    for method, is_same in (("gumbel", True), ("inverse_cdf", False)):
-        ids_BL, *_ = _all_at_once(hidden_BLD, is_open_BL, _keys(), method=method)
-        assert bool((ours.tokens_BL == ids_BL)[is_open_BL].all()) is is_same
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
