@@ -1,9 +1,7 @@
 """The forward pass of a step, over whole rows or over windows of rows with a KV cache.
 
-With a cache, forward passes process groups of a fixed number of rows. The result for a row
-therefore does not depend on other rows or on their number. If rows are split over devices, a group
-contains the same number of rows from each device, and all devices process it together. Layers with
-sharded parameters are gathered one by one, as in any other forward pass.
+With a cache, forward passes process groups of a fixed number of rows, so that a row does not depend
+on other rows. If rows are split over devices, a group has as many rows of each device.
 """
 
 from __future__ import annotations
@@ -345,10 +343,9 @@ def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
     """The indices, with a data dependency on the hidden vectors.
 
     Writes at these indices then follow all reads that the vectors depend on, so the compiler
-    updates the cache in place instead of copying it. An optimization barrier does not help, because
-    it is removed before the compiler decides whether to copy. Values above `_HUGE` occur only
-    in rows that end with the status ``NON_FINITE``.
+    updates the cache in place. An optimization barrier is removed before the compiler decides that.
     """
+    # Larger values occur only in rows that end with the status NON_FINITE.
     is_huge_N = jnp.max(hidden_NWD.astype(jnp.float32), axis=(1, 2)) > _HUGE
     return jnp.where(is_huge_N, 0, place_N)
 

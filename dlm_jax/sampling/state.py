@@ -209,8 +209,7 @@ def step_chain(state: State) -> Chain:
     """The chain with the parameters of the next step of each row.
 
     A schedule covers the allowed number of steps, or the number of unfrozen positions if that is
-    lower and written tokens do not change. With a noise rule it covers the block, which starts from
-    noise.
+    lower and written tokens do not change. With a noise rule it covers the block.
     """
     if isinstance(state.rules.commit, NoiseRule):
         step_B, steps_B = state.block.step_B, state.block.steps_B
@@ -341,11 +340,8 @@ def _map_positions(
 
 
 def check_result(result: Any, rule: Any, method: str, before: Any) -> tuple[Any, Any]:
-    """The pair of a value and a state that a method of a rule returned.
-
-    Raises:
-      ValueError: the result is not a pair, or its state has another structure or other dtypes than
-        the state `before`. The message names the rule and the method.
+    """The pair of a value and a state that a method of a rule returned. Raises `ValueError` if there
+    is no pair, or its state is unlike the state `before`.
     """
     by = f"{type(rule).__name__}.{method} returned"
     if not (isinstance(result, tuple) and len(result) == 2):

@@ -37,10 +37,8 @@ def sorts_whole_rows() -> bool:
 
 @functools.cache
 def width_of(vocab_size: int) -> int:
-    """Number of columns C in the accumulators for a vocabulary of size V.
-
-    C is a divisor of V if a divisor of suitable size exists (1733 for 50257). Otherwise, the last
-    block is narrower and requires a second copy of the code of every pass.
+    """Number of columns C in the accumulators for a vocabulary of size V: if possible, a divisor of
+    V (1733 for 50257), because a narrower last block requires another copy of every pass.
     """
     if vocab_size <= _USUAL_WIDTH:
         return vocab_size
@@ -103,10 +101,7 @@ def members(logits_NV: Array, column_N: Array) -> tuple[Array, Array]:
 
 
 def _at_ids(logits_NV: Array, ids_NK: Array) -> Array:
-    """Logits `[N, K]` of ids, which must lie within the vocabulary.
-
-    The ids are not checked, because a check would take as long as reading the logits.
-    """
+    """Logits `[N, K]` of ids, which must lie within the vocabulary; a check would cost as much."""
     return jnp.take_along_axis(logits_NV, ids_NK, axis=1, mode="promise_in_bounds")
 
 
@@ -232,9 +227,7 @@ def _top_k(x: Array, size: int) -> tuple[Array, Array]:
 
 
 def flushed(x: Array) -> Array:
-    """`x` with denormals set to 0. Sorts distinguish denormals from 0, but comparisons on CPU do so
-    only sometimes.
-    """
+    """`x` with denormals set to 0, which sorts but not all comparisons tell apart from 0."""
     return jnp.where(jnp.abs(x) < jnp.finfo(jnp.float32).tiny, 0.0, x)
 
 
@@ -245,11 +238,8 @@ def ordered(x: Array) -> Array:
 
 
 def divide(logits_NV: Array, divisor_N: Array) -> Array:
-    """Quotients of logits and divisors, which are finite where the logit is finite. A quotient of
-    +inf would make the softmax NaN.
-
-    With a divisor of 1, the logits are returned bitwise unchanged; a multiplication would flush
-    denormals.
+    """Quotients of logits and divisors, finite where the logit is finite. With a divisor of 1, the
+    logits are returned bitwise unchanged; a multiplication would flush denormals.
     """
     return times(logits_NV, reciprocal(divisor_N)[:, None])
 

@@ -35,13 +35,8 @@ _CLASS, _MEMBER, _ARC, _LABEL = 0x636C, 0x6D65, 0x6172, 0x6C61
 
 
 class Seen(NamedTuple):
-    """Values computed from a position's logits for drawing a match, ``[..., C]`` each.
-
-    Attributes:
-      weight: float32 log-weight of each class of ids.
-      ids: int32, one id per class: drawn by weight, or the most likely id.
-      logprob: float32 log-probability of the id under the clean logits.
-      confidence: float32, the commit rule's confidence in the id.
+    """For each class of ids, ``[..., C]``: its log-weight, and one of its ids, drawn by weight or the
+    most likely, with its log-probability under the clean logits and the confidence in it.
     """
 
     weight: jax.Array
@@ -109,9 +104,7 @@ class Constrained(FillRule):
         return cls(stack_arcs([automaton_of(row) for row in rows]))
 
     def propose(self, fill: FillInput) -> FillOutput:
-        """The independently drawn candidates if they match, otherwise a jointly drawn match, with
-        confidence and log-probability under the clean logits.
-        """
+        """The independently drawn candidates if they match, otherwise a jointly drawn match."""
         out, seen = self._read(fill)
         places = self._places(fill, out.proposal.tokens_BL, seen)
         arc_wait_BLD, class_wait_BLC = self._arrivals(fill, places)
@@ -210,9 +203,7 @@ class Constrained(FillRule):
         return Seen(weight_NC, ids_NC, logprob_NC, confidence_NC)
 
     def _labels(self, weight_BLC: jax.Array, takes_best_BL: jax.Array) -> jax.Array:
-        """Log-weight of each label, ``[B, L, K]``: the log of the sum or of the maximum of the
-        weights of its classes.
-        """
+        """Log-weight of each label, ``[B, L, K]``: the log of the sum or maximum of its classes."""
         peak_BL1 = _finite(jnp.max(weight_BLC, axis=2, keepdims=True))
         share_BLC = jnp.exp(weight_BLC - peak_BL1)
         member_BCK = self.arcs.is_member_CK.astype(jnp.float32)
@@ -285,9 +276,8 @@ class Constrained(FillRule):
         return Places(is_open_BL, is_text_BL, is_wild_BL, takes_best_BL, class_BL, label_BLK)
 
     def _messages(self, places: Places) -> jax.Array:
-        """Log-weight of the paths from each state after each position to the end, ``[L, B, S]``.
-
-        The log-weights are defined up to a constant per row and position.
+        """Log-weight of the paths from each state after each position to the end, ``[L, B, S]``, up
+        to a constant per row and position.
         """
         num_rows, degree, num_states = self.arcs.next_DS.shape
         next_BI, arc_BI = (x.reshape(num_rows, -1) for x in (self.arcs.next_DS, self.arcs.label_DS))
@@ -353,23 +343,14 @@ class Constrained(FillRule):
 
 
 class Places(NamedTuple):
-    """The inputs of the walks over the automaton, ``[B, L]``.
-
-    Attributes:
-      is_open_BL: True where a candidate is drawn.
-      is_text_BL: True at positions of the text that must match.
-      is_wild_BL: True at holes in the text that the step does not fill.
-      takes_best_BL: True where the maximum over paths is used instead of the sum.
-      class_BL: int32, class of each token or candidate.
-      label_BLK: float32 log-weight of each label; 0 or -inf at tokens.
-    """
+    """The inputs of the walks over the automaton, ``[B, L]``."""
 
     is_open_BL: jax.Array
     is_text_BL: jax.Array
-    is_wild_BL: jax.Array
-    takes_best_BL: jax.Array
+    is_wild_BL: jax.Array  # holes in the text that the step does not fill
+    takes_best_BL: jax.Array  # the maximum over paths is used instead of the sum
     class_BL: jax.Array
-    label_BLK: jax.Array
+    label_BLK: jax.Array  # log-weight of each label; 0 or -inf at tokens
 
 
 def _of_ids(logits_NV: jax.Array, ids_NJM: jax.Array) -> jax.Array:
@@ -383,10 +364,8 @@ def _of_ids(logits_NV: jax.Array, ids_NJM: jax.Array) -> jax.Array:
 def _by_sums(
     logits_NJM: jax.Array, class_NM: jax.Array, first_NC: jax.Array, key_N: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-weight of each class of ids, and a block of the class, drawn by weight; ``[N, C]``
-    each.
-
-    Logits are relative to the largest one, so sums are accurate for log-weights above `_LEAST`.
+    """The log-weight of each class of ids, accurate above `_LEAST`, and a block of the class, drawn
+    by weight; ``[N, C]`` each.
     """
     num_blocks = class_NM.shape[1]
     share_NM = jnp.sum(jnp.exp(logits_NJM), axis=1)
@@ -457,10 +436,7 @@ def _first_largest(score_NJC: jax.Array) -> jax.Array:
 
 
 def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:
-    """Log-sum-exp or maximum over the middle axis; -inf if all entries are -inf.
-
-    On CPU, reductions over outer axes are vectorised, but reductions over the last axis are not.
-    """
+    """Log-sum-exp or maximum over the middle axis; -inf if all entries are -inf."""
     peak_NX = jnp.max(each_NKX, axis=1)
     total_NX = jnp.sum(jnp.exp(each_NKX - _finite(peak_NX)[:, None]), axis=1)
     return jnp.where(takes_best_NX, peak_NX, peak_NX + jnp.log(total_NX))
@@ -476,11 +452,8 @@ def _finite(peak: jax.Array) -> jax.Array:
 
 
 def _waits(key_N: jax.Array, size: int) -> jax.Array:
-    """Logarithms of exponential arrival times.
-
-    If the times are divided by weights ``w``, entry i comes first with probability ``w_i /
-    sum(w)``. Each arrival time uses 64 random bits, because an entry with a small weight comes
-    first only if its time is very small.
+    """Logarithms of exponential arrival times, from 64 random bits each. Divided by weights ``w``,
+    entry i comes first with probability ``w_i / sum(w)``.
     """
     bits_NK2 = jax.vmap(lambda key: jax.random.bits(key, (size, 2)))(key_N).astype(jnp.float32)
     uniform_NK = bits_NK2[..., 0] * 2.0**-32 + bits_NK2[..., 1] * 2.0**-64
