@@ -340,8 +340,8 @@ def _map_positions(
 
 
 def check_result(result: Any, rule: Any, method: str, before: Any) -> tuple[Any, Any]:
-    """The pair of a value and a state that a method of a rule returned. Raises `ValueError` if there
-    is no pair, or its state is unlike the state `before`.
+    """The pair of a value and a state that a method of a rule returned; a `ValueError` if there is
+    no pair, or its state is unlike the state `before`.
     """
     by = f"{type(rule).__name__}.{method} returned"
     if not (isinstance(result, tuple) and len(result) == 2):

@@ -35,8 +35,8 @@ _CLASS, _MEMBER, _ARC, _LABEL = 0x636C, 0x6D65, 0x6172, 0x6C61
 
 
 class Seen(NamedTuple):
-    """For each class of ids, ``[..., C]``: its log-weight, and one of its ids, drawn by weight or the
-    most likely, with its log-probability under the clean logits and the confidence in it.
+    """For each class of ids, ``[..., C]``: its log-weight, and one of its ids, drawn by weight or
+    the most likely, with its log-probability under the clean logits and the confidence in it.
     """
 
     weight: jax.Array
