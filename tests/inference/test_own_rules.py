@@ -310,14 +310,3 @@ def test_a_rule_that_rewrites_says_for_how_many_steps():
     old = rule(type("Old", (EveryOther,), {"rewrites": True, "__module__": __name__}))
     with pytest.raises(ValueError, match="rule Old has rewrites=True; use the largest number"):
         dlm_jax.generate(MODEL, ["The "], rules=[old])
-
-
-def test_a_fill_that_counts_what_no_counter_has_is_refused():
-    def propose(self, fill):
-        out = Flat.propose(self, fill)
-        return out._replace(counts={"wave": jnp.ones(fill.length_B.shape, jnp.int32)})
-
-    odd = rule(type("Odd", (Flat,), {"propose": propose, "__module__": __name__}))
-    said = r"Odd.propose returned counts\['wave'\].* did you mean 'waves'"
-    with pytest.raises(ValueError, match=said):
-        dlm_jax.generate(MODEL, ["The "], rules=[odd], fill="odd")
