@@ -1,26 +1,11 @@
 """Tokenizers, corpora, token files, and the training pipeline."""
 
 from dlm_jax.data.corpus import LAYOUTS, Corpus, Setup, load_corpus
-from dlm_jax.data.pipeline import (
-    TAILS,
-    DocumentRows,
-    RowSource,
-    train_batches,
-    validation_windows,
-)
-from dlm_jax.data.shards import DamagedShard, ShardMixture, TokenShards
-from dlm_jax.data.text import (
-    BUILTIN_CORPUS,
-    PYTHON_SOURCE,
-    Document,
-    Source,
-    join_documents,
-    read_documents,
-    split_text,
-)
+from dlm_jax.data.pipeline import train_batches, validation_windows
+from dlm_jax.data.shards import DamagedShard, TokenShards
+from dlm_jax.data.text import BUILTIN_CORPUS, join_documents, read_documents, split_text
 from dlm_jax.data.tokenizers import (
     NO_MASK,
-    TOKENIZERS,
     ByteTokenizer,
     CharacterTokenizer,
     HubTokenizer,
@@ -39,22 +24,14 @@ from dlm_jax.data.tokenizers import (
 
 __all__ = [
     "BUILTIN_CORPUS",
-    "LAYOUTS",
-    "NO_MASK",
-    "PYTHON_SOURCE",
-    "TAILS",
-    "TOKENIZERS",
     "ByteTokenizer",
     "CharacterTokenizer",
     "Corpus",
     "DamagedShard",
-    "Document",
-    "DocumentRows",
     "HubTokenizer",
-    "ShardMixture",
-    "RowSource",
+    "LAYOUTS",
+    "NO_MASK",
     "Setup",
-    "Source",
     "SubwordTokenizer",
     "TokenShards",
     "Tokenizer",
@@ -64,11 +41,11 @@ __all__ = [
     "join_documents",
     "load_corpus",
     "make_tokenizer",
+    "noise_ids",
     "prefix_of",
     "qwen_json",
     "read_documents",
     "split_text",
-    "noise_ids",
     "text_ids",
     "train_batches",
     "train_bpe",

@@ -518,11 +518,10 @@ def _find_specials(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         if match := _SPECIAL.fullmatch(name):
             cores.setdefault(match[1].lower().replace("\u2581", "_"), name)
-    return {
-        role: next(cores[core] for core in known if core in cores)
-        for role, known in _NAMES.items()
-        if not cores.keys().isdisjoint(known)
+    found = {
+        role: [cores[core] for core in known if core in cores] for role, known in _NAMES.items()
     }
+    return {role: some[0] for role, some in found.items() if some}
 
 
 def _chunks(text: str) -> Iterator[str]:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.config import HeadsConfig, ModelConfig
+from dlm_jax.config import ModelConfig
 from dlm_jax.heads.head import BuiltInHead, Head
 from dlm_jax.objectives.losses import Loss, nll, read_out
 from dlm_jax.objectives.objective import Drawn
 from dlm_jax.objectives.processes import noise_process
 from dlm_jax.sampling.propose import SamplerReadout
-from dlm_jax.settings import SettingError
 from dlm_jax.types import Network, Params
 
 SAMPLER = "sampler_head"
-REVEAL = HeadsConfig.sampler_reveal
-"""Default of ``heads.sampler_reveal``, measured in benchmarks/results/sampler_head.md."""
 
 
 class SamplerHead(BuiltInHead):
@@ -95,26 +91,10 @@ class SamplerHead(BuiltInHead):
         """The training of the sampler head, by the mean cross-entropy over supervised positions.
 
         Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees
-        and has no use in sampling (benchmarks/results/sampler_head.md, "as described"), so that
-        masked noise warns and other processes, where the head would have no neighbours at all,
-        raise `SettingError`.
+        and fills no better than the LM head (benchmarks/results/sampler_head.md, "as described").
         """
         settings, mask_id = setup.config.heads, setup.mask_id
         process = noise_process(setup.config.objective)
-        if settings.sampler_reveal == 0:
-            if not process.is_masked:
-                raise SettingError(
-                    "objective.process",
-                    process.name,
-                    "trains the sampler head without neighbours if heads.sampler_reveal=0",
-                    f"use heads.sampler_reveal={REVEAL}",
-                    ("heads.sampler_reveal",),
-                )
-            warnings.warn(
-                "heads.sampler_reveal=0 trains a sampler head that fills no better than the LM "
-                f"head; use {REVEAL}",
-                stacklevel=3,
-            )
 
         def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, jax.Array]:
             """The revealed positions, and the number of supervised positions."""

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from corpus_cases import take
 
 from dlm_jax.data import corpus as loading
 from dlm_jax.data.corpus import load_corpus
-from dlm_jax.data.pipeline import is_intact, open_tokens, train_batches, validation_windows
+from dlm_jax.data.pipeline import is_intact, open_tokens, validation_windows
 from dlm_jax.data.tokenizers import TOKENIZERS, CharacterTokenizer, HubTokenizer
 
 TEXT = "".join(f"line {i:04d} of the text\n" for i in range(400))
@@ -50,19 +49,6 @@ def test_the_token_files_decode_to_the_text(source, tmp_path, kind):
     assert corpus.num_train_tokens == len(open_tokens(corpus.train_rows))
     assert corpus.num_val_tokens == len(open_tokens(corpus.val_rows))
     assert corpus.sha256 == hashlib.sha256(TEXT.encode()).hexdigest()
-
-
-def test_held_out_text_is_in_no_training_window(source, tmp_path):
-    corpus = load_corpus(source, cache_dir=tmp_path / "cache")
-    decode = corpus.tokenizer.decode
-    held_out = set(decode(open_tokens(corpus.val_rows)).splitlines())
-    seen = set()
-    for batch in take(train_batches(corpus.train_rows, seq_len=100, batch_size=50, seed=0), 10):
-        for row in batch["tokens"]:
-            seen.update(decode(row).splitlines()[1:-1])
-    assert len(held_out) == 20
-    assert len(seen) > 350
-    assert not held_out & seen
 
 
 def test_equal_inputs_share_files_and_any_change_makes_new_ones(source, tmp_path, writes):
@@ -146,14 +132,6 @@ def test_bad_input_is_refused_in_one_line_and_leaves_no_file(source, tmp_path):
         assert not cache.exists()
 
 
-def test_text_shorter_than_one_window_is_refused(source, tmp_path):
-    num_tokens = load_corpus(source, cache_dir=tmp_path).num_train_tokens
-    assert load_corpus(source, seq_len=num_tokens, cache_dir=tmp_path)
-    message = f"{num_tokens} training tokens, fewer than one window of seq_len={num_tokens + 1}; "
-    with pytest.raises(ValueError, match=message):
-        load_corpus(source, seq_len=num_tokens + 1, cache_dir=tmp_path)
-
-
 PAIRS = [{"prompt": f"ask {i} ", "response": "yes " * (1 + i % 4)} for i in range(40)]
 
 
@@ -205,14 +183,6 @@ def test_documents_share_files_and_any_change_makes_new_ones(pairs, tmp_path, wr
     second, written = load()
     assert written == 4
     assert second.sha256 != first.sha256
-
-
-def test_texts_and_pairs_may_be_mixed_and_long_texts_are_cut(pairs, source, tmp_path):
-    corpus = load_corpus([pairs, source], cache_dir=tmp_path / "c", **DOCUMENTS)
-    batch = validation_windows(corpus.val_rows, seq_len=32, pad_id=corpus.tokenizer.pad_id)
-    text = "".join(corpus.tokenizer.decode(row) for row in batch["tokens"])
-    assert text == PAIRS[-1]["prompt"] + PAIRS[-1]["response"] + TEXT
-    assert len(batch["length"]) == 1 + -(-len(TEXT) // 32)
 
 
 def test_a_bpe_learns_from_the_training_part_alone(source, tmp_path):

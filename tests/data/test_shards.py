@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpus_cases import TEXTS, assert_equal, make_shards, make_two, take, write_jsonl
+from corpus_cases import TEXTS, assert_equal, make_shards, take, write_jsonl
 
 from dlm_jax.data import shard, shards
 from dlm_jax.data.corpus import load_corpus
@@ -55,13 +55,6 @@ def test_every_document_is_in_one_shard_once_in_its_order(tmp_path, num_shards):
     assert corpus.num_val_characters == sum(map(len, val))
 
 
-def test_workers_and_shards_do_not_change_what_is_held_out(tmp_path):
-    def held_out(path):
-        return set(_texts(ids_of(load_corpus(path, cache_dir=tmp_path / "c").val_rows)))
-
-    assert held_out(make_shards(tmp_path, "a")) == held_out(make_shards(tmp_path, "b", shards=2))
-
-
 @pytest.mark.slow
 def test_workers_do_not_change_a_byte(tmp_path, monkeypatch):
     monkeypatch.undo()
@@ -86,17 +79,6 @@ def test_rows_of_shards_are_those_of_one_token_file_with_the_same_ids(tmp_path):
             [validation_windows(corpus.val_rows, **how)],
             [validation_windows(tmp_path / "v.npy", **how)],
         )
-
-
-def test_rows_of_a_mixture_come_from_each_corpus_by_its_weight(tmp_path):
-    roots = make_two(tmp_path)
-    mixed = load_corpus(roots, seq_len=16, weights=(3, 1), cache_dir=tmp_path / "c")
-    batches = take(train_batches(mixed.train_rows, **SIZES, seed=0), 250)
-    is_low = np.concatenate([np.isin(b["tokens"], list(b"abc")).any(1) for b in batches])
-    is_high = np.concatenate([np.isin(b["tokens"], list(b"xyz")).any(1) for b in batches])
-    assert (is_low != is_high).all(), "no row holds tokens of two corpora"
-    # 2000 of the 10000 rows of a block, drawn without replacement: deviation 0.9%.
-    assert abs(is_low.mean() - 0.75) < 0.04
 
 
 def test_few_files_are_open_however_many_there_are(tmp_path, monkeypatch):
@@ -134,17 +116,6 @@ def test_damage_is_refused_by_file_before_a_run_begins(tmp_path, damage):
     with pytest.raises(ValueError, match=path.name) as caught:
         load_corpus(root, seq_len=16, cache_dir=tmp_path / "c")
     assert "\n" not in str(caught.value)
-
-
-def test_a_flipped_bit_of_an_index_is_found_and_the_file_named(tmp_path):
-    path = make_shards(tmp_path) / "index.json"
-    good = path.read_bytes()
-    for bit in range(0, 8 * len(good), 7):
-        data = bytearray(good)
-        data[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=re.escape(f"{path} is damaged")):
-            read_index(str(path.parent))
 
 
 def test_no_flipped_bit_of_a_shard_is_read_as_another_token(tmp_path):

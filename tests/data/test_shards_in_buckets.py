@@ -68,12 +68,6 @@ def test_a_damaged_shard_of_a_bucket_is_refused_and_its_copy_is_not_kept(made, t
     assert list((tmp_path / "cache" / "shards").iterdir()) == []
 
 
-def test_a_corpus_in_a_bucket_is_not_written_over(made, capsys):
-    url, _, source = made
-    assert shard.main([str(source), "--out", url, "--workers", "1"]) == 2
-    assert f"--out={url} already contains a corpus" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -100,12 +94,3 @@ def test_a_bucket_that_is_not_there_is_refused_in_one_line(
     assert len(lines) == 1
     assert message in lines[0]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_bucket_that_is_closed_is_refused_by_name(made, tmp_path, monkeypatch):
-    def closed(*_, **__):
-        raise PermissionError("Access Denied")
-
-    monkeypatch.setattr(type(located(made[0])), "read_bytes", closed)
-    with pytest.raises(ValueError, match=r"data.source=s3://.* is not allowed \(Access Denied\)"):
-        load_corpus(made[0], seq_len=16, cache_dir=tmp_path)

@@ -134,12 +134,6 @@ def test_specials_are_distinct_and_come_last(tokenizer):
     assert isinstance(tokenizer, Tokenizer)
 
 
-def test_bytes_that_occur_in_no_utf8_text_are_banned():
-    points = (chr(n).encode() for n in range(0x110000) if not 0xD800 <= n < 0xE000)
-    possible = {byte for point in points for byte in point}
-    assert set(range(256)) - possible == {i for i in ByteTokenizer().banned_ids if i < 256}
-
-
 @given(st.lists(LINES, max_size=12).map("\n".join), st.integers(1, 9))
 @settings(deadline=None, max_examples=200)
 def test_a_text_encoded_in_parts_has_the_ids_of_the_whole(text, chunk):
@@ -148,13 +142,6 @@ def test_a_text_encoded_in_parts_has_the_ids_of_the_whole(text, chunk):
         patch.setattr(tokenizers_module, "_CHUNK", chunk)
         patch.setattr(tokenizers_module, "_CHUNKS_AT_ONCE", 2)
         assert SPACED.encode(text).tolist() == whole
-
-
-def test_only_plain_byte_level_files_are_encoded_in_parts(of_file, monkeypatch):
-    text = "of the\nsun of\nour\nwinter\n" * 3
-    whole = of_file.encode(text).tolist()
-    monkeypatch.setattr(tokenizers_module, "_CHUNK", 1)
-    assert of_file.encode(text).tolist() == whole
 
 
 def test_a_row_of_any_ids_decodes(of_file):

@@ -94,16 +94,6 @@ def test_the_weights_of_the_elbo_average_to_one_per_token(schedule):
     np.testing.assert_array_equal(is_masked, np.asarray(task.weight_BL) > 0)
 
 
-def test_denoising_asks_for_what_it_selected_and_divides_by_their_number():
-    task = _denoising(patterns=("random",), max_ratio=0.5)(BATCH, jax.random.key(2))
-    weight = np.asarray(task.weight_BL)
-    assert set(np.unique(weight)) == {0.0, 1.0}
-    assert float(task.total) == weight.sum()
-    changed = np.asarray(task.shown_BL != BATCH.tokens_BL)
-    assert changed.any()
-    assert not (changed & (weight == 0)).any()
-
-
 def test_proofreading_asks_for_what_should_stand_at_every_free_position_of_the_new_rows():
     task = jax.jit(_proofreading)(BATCH, jax.random.key(3))
     place = np.arange(POSITIONS)
@@ -203,12 +193,3 @@ def test_a_share_of_the_batches_is_cut_to_one_uniform_length():
     expected = 4000 * 0.3 / 16
     # chi-square with 14 degrees of freedom: 42 is exceeded once in 10,000.
     assert ((counts - expected) ** 2 / expected).sum() < 42
-
-
-def test_cut_batches_are_asked_for_nothing_beyond_their_length():
-    mixture = Mixture({"elbo": _elbo()}, {"elbo": 1.0}, random_length_share=1.0)
-    example = mixture.draw(BATCH, jax.random.key(6))
-    length = np.asarray(example.batch.length_B)
-    assert length.max() < POSITIONS
-    beyond = np.arange(POSITIONS)[None] >= length[:, None]
-    assert not np.asarray(example.noise["elbo"][0])[beyond].any()

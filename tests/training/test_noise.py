@@ -1,6 +1,5 @@
 """A model of another forward process, from its config to texts."""
 
-from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -11,10 +10,9 @@ import tiny_run
 import toy
 
 import dlm_jax
-from dlm_jax.config import Config, HeadsConfig, ObjectiveConfig
+from dlm_jax.config import Config, ObjectiveConfig
 from dlm_jax.data import Setup
 from dlm_jax.heads.critic import CriticHead
-from dlm_jax.heads.sampler import SamplerHead
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.processes import PROCESSES
 from dlm_jax.training.tasks import make_mixture
@@ -116,16 +114,3 @@ def test_an_objective_that_the_model_does_not_support_is_refused(model, objectiv
     setup = Setup(config, cast(Any, stage_cases.Tokenizer()), stage_cases.mesh())
     with pytest.raises(ValueError, match=f"^{line}[^\n]*$"):
         make_mixture(setup)
-
-
-def test_a_sampler_head_trains_beside_another_process_only_with_revealed_neighbours():
-    config = Config(
-        objective=ObjectiveConfig(process="uniform"), model=toy.config(add_sampler_head=True)
-    )
-    tokenizer, mesh = cast(Any, stage_cases.Tokenizer()), stage_cases.mesh()
-    assert SamplerHead()(Setup(config, tokenizer, mesh)) is not None
-    blind = replace(config, heads=HeadsConfig(sampler_reveal=0.0))
-    with pytest.raises(
-        ValueError, match=r"^objective.process='uniform' trains the sampler head .*=0.7$"
-    ):
-        SamplerHead()(Setup(blind, tokenizer, mesh))
