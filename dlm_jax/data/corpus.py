@@ -198,12 +198,13 @@ def load_corpus(
     rows: dict[str, DocumentRows] = {}
     files: list[tuple[Path, np.ndarray, int]] = []
     for part, some in zip(PARTS, (train, val), strict=True):
-        paths = [folder / f"{kind}-{key}-{part}.npy" for kind in ("tokens", "rows")]
-        rows[part] = DocumentRows(*paths, seq_len, coder.eos_id, coder.pad_id, tail)
-        if not all(map(is_intact, paths)):
+        ids_path, bounds_path = (folder / f"{kind}-{key}-{part}.npy" for kind in ("tokens", "rows"))
+        ends = coder.eos_id, coder.pad_id
+        rows[part] = DocumentRows(ids_path, bounds_path, seq_len, *ends, tail)
+        if not (is_intact(ids_path) and is_intact(bounds_path)):
             encoded = _encode_documents(coder, some, prefix_ids, chat)
             ids, bounds = cut_into_rows(encoded, seq_len=seq_len, prefix_ids=prefix_ids)
-            files += [(paths[0], ids, coder.vocab_size), (paths[1], bounds, len(ids) + 1)]
+            files += [(ids_path, ids, coder.vocab_size), (bounds_path, bounds, len(ids) + 1)]
     # Both parts are encoded before either of them is written, so that an error leaves no file.
     for path, ids, limit in files:
         write_tokens(path, ids, vocab_size=limit)

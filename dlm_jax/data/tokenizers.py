@@ -37,44 +37,55 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of ids, including special tokens; every id is in `[0, vocab_size)`."""
+        ...
 
     @property
     def mask_id(self) -> int:
         """The id of a hole."""
+        ...
 
     @property
     def pad_id(self) -> int:
         """The id that fills a canvas beyond `length`."""
+        ...
 
     @property
     def bos_id(self) -> int | None:
         """The id that begins a text, or None."""
+        ...
 
     @property
     def eos_id(self) -> int:
         """The id that ends a generation."""
+        ...
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that samplers never propose, ascending: MASK, PAD, BOS and undecodable ids."""
+        ...
 
     @property
     def space_id(self) -> int | None:
         """The id of the piece `" "`, which structural edits insert, or None."""
+        ...
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, int32 `[n]`, without special tokens. Raises ValueError for text
         without ids.
         """
+        ...
 
     def decode(self, ids: Any) -> str:
         """The text of `ids`. Special tokens have no text."""
+        ...
 
     def piece_id(self, piece: str) -> int | None:
         """The single id that encodes `piece`, or None."""
+        ...
 
     def to_json(self) -> dict[str, Any]:
         """A plain JSON dict with a `type`, from which `from_json` restores an equal tokenizer."""
+        ...
 
 
 def text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -160,14 +171,13 @@ class _Stored:
 
     def to_json(self) -> dict[str, Any]:
         names = [one.name for one in dataclasses.fields(self) if one.init]  # type: ignore[arg-type]
-        return {"type": self.kind} | {_KEYS.get(n, n): getattr(self, n) for n in names}
+        keys = ["tokenizer_json" if name == "content" else name for name in names]
+        return {"type": self.kind} | {
+            key: getattr(self, n) for key, n in zip(keys, names, strict=True)
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_json, (self.to_json(),)
-
-
-_KEYS = {"content": "tokenizer_json"}
-"""Keys in JSON of the fields that have another name there."""
 
 
 class _WithSpecials(_Stored):
@@ -798,10 +808,12 @@ def make_tokenizer(kind: str, text: str, *, train_text: str | None = None) -> To
 def from_json(data: Any) -> Tokenizer:
     """The tokenizer that `to_json` wrote. Raises ValueError for other data."""
     try:
-        names = {key: name for name, key in _KEYS.items()}
-        fields = {names.get(key, key): value for key, value in data.items() if key != "type"}
-        return _KINDS[data["type"]](**fields)
-    except (AttributeError, KeyError, TypeError):
+        fields = {**data}
+        kind = _KINDS[fields.pop("type")]
+        if "tokenizer_json" in fields:
+            fields["content"] = fields.pop("tokenizer_json")
+        return kind(**fields)
+    except (KeyError, TypeError):
         raise ValueError(
             f"{str(data)[:80]} is not a tokenizer; it is damaged or from another program"
         ) from None

@@ -167,24 +167,6 @@ def test_documents_come_back_with_their_prompts_given_and_whole_ones_held_out(
     assert corpus.num_train_characters == sum(len(pair["response"]) for pair in PAIRS[:-2])
 
 
-def test_documents_share_files_and_any_change_makes_new_ones(pairs, tmp_path, writes):
-    def load(**options):
-        before = len(writes)
-        corpus = load_corpus(pairs, cache_dir=tmp_path / "c", **(DOCUMENTS | options))
-        return corpus, len(writes) - before
-
-    first, written = load()
-    assert written == 4
-    assert load() == (first, 0)
-    assert load(tail="pad")[1] == 0
-    assert load(seq_len=64)[1] == 4
-    moved = [{"prompt": "", "response": "ask 0 yes "}, *PAIRS[1:]]
-    pairs.write_text("".join(json.dumps(pair) + "\n" for pair in moved))
-    second, written = load()
-    assert written == 4
-    assert second.sha256 != first.sha256
-
-
 def test_a_bpe_learns_from_the_training_part_alone(source, tmp_path):
     corpus = load_corpus(source, tokenizer="bpe:300", cache_dir=tmp_path / "c")
     source.write_text(TEXT[: -len(TEXT) // 50] + "Q" * (len(TEXT) // 50))

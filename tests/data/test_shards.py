@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import subprocess
@@ -214,21 +213,3 @@ def test_a_full_disk_ends_in_one_line_with_5(tmp_path):
     )  # fmt: skip
     assert done.returncode == 5, done.stderr
     assert re.fullmatch(r"error: .*File too large.*; free some space and .*\n", done.stderr)
-
-
-@pytest.mark.parametrize("suffix", [".JSONL", ".jl", ".json"])
-def test_shards_of_json_are_those_of_json_lines_whatever_the_suffix(tmp_path, suffix):
-    expected = make_shards(tmp_path, "lines")
-    path = tmp_path / f"records{suffix}"
-    if suffix == ".json":
-        path.write_text(json.dumps([{"text": text} for text in TEXTS]))
-    else:
-        write_jsonl(path)
-    flags = ["--out", str(tmp_path / "made"), "--shards", "1", "--workers", "1"]
-    assert shard.main([str(path), *flags, "--held-out", "0.2"]) == 0
-
-    def texts(root):
-        corpus = load_corpus(str(root), tokenizer="corpus", seq_len=8)
-        return sorted([*_texts(ids_of(corpus.train_rows)), *_texts(ids_of(corpus.val_rows))])
-
-    assert texts(tmp_path / "made") == texts(expected)

@@ -127,13 +127,6 @@ def test_any_text_comes_back_from_its_ids_and_none_of_them_is_special(text, kind
     assert not set(ids.tolist()) & {*tokenizer.banned_ids, tokenizer.mask_id, tokenizer.eos_id}
 
 
-@pytest.mark.parametrize("tokenizer", [*PLAIN, BPE])
-def test_specials_are_distinct_and_come_last(tokenizer):
-    specials = [tokenizer.mask_id, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id]
-    assert specials == list(range(tokenizer.vocab_size - 4, tokenizer.vocab_size))
-    assert isinstance(tokenizer, Tokenizer)
-
-
 @given(st.lists(LINES, max_size=12).map("\n".join), st.integers(1, 9))
 @settings(deadline=None, max_examples=200)
 def test_a_text_encoded_in_parts_has_the_ids_of_the_whole(text, chunk):
