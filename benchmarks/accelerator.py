@@ -107,11 +107,6 @@ TRAINING = [
 SAMPLING = [
     *(Step("1.3B", HERE, 256, 1, kind) for kind in sampling_pods.KINDS),
     *(Step("1.3B", HERE, 64, 1, kind) for kind in sampling_pods.KINDS[:4]),
-    *(
-        Step("1.3B", HERE, 64, 1, kind, quantize)
-        for quantize in ("int8", "int8_dynamic")
-        for kind in ("dual", "causal", "whole")
-    ),
     *(Step("8B", HERE, 64, 1, kind) for kind in sampling_pods.KINDS),
 ]
 
@@ -159,8 +154,6 @@ def drawn(leaf: Any) -> jax.Array:
 
     def draw() -> jax.Array:
         key = jax.random.key(math.prod(leaf.shape) % 2**31)
-        if leaf.dtype == jnp.int8:
-            return jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.zeros(leaf.shape, leaf.dtype)
         # Copies of one matrix, because drawing a large cache would need the memory for another.
@@ -195,7 +188,7 @@ def attention_program(row: Attention) -> tuple[Any, Any]:
         if row.form == "kernel":
             return ops.attention(q, k, v, length, may_see=may_see)
         is_live = jnp.ones(k.shape[:2], bool)
-        return ops.plain_attention(q, k, v, is_live, may_see=may_see)
+        return ops.formula_attention(q, k, v, is_live, may_see=may_see)
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, length: jax.Array) -> Any:
         y, pull = jax.vjp(lambda q, k, v: forward(q, k, v, length), q, k, v)
@@ -241,7 +234,7 @@ def _error(row: Attention, given: Any, found: Any) -> float:
 
     @jax.jit
     def exact(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> Any:
-        plain = functools.partial(ops.plain_attention, may_see=MASKS[row.mask])
+        plain = functools.partial(ops.formula_attention, may_see=MASKS[row.mask])
         with jax.default_matmul_precision("highest"):
             y, pull = jax.vjp(lambda q, k, v: plain(q, k, v, is_live), q, k, v)
             return (y, *pull(g))
@@ -460,7 +453,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "memory_gib": "memory GiB",
     },
     "sampling": {
-        "model": "model", "rows": "rows", "kind": "pass", "quantize": "parameters",
+        "model": "model", "rows": "rows", "kind": "pass",
         "bound_ms": "bound ms", "in_order_ms": "in order ms", "ms": "ms",
         "by_the_bound": "by the bound", "memory_gib": "memory GiB",
     },
@@ -489,8 +482,6 @@ def tables(results: list[dict[str, Any]]) -> list[str]:
 def _cell(key: str, value: Any) -> str:
     if key in _SHARES:
         return f"{100 * value:.1f}%"
-    if key == "quantize":
-        return value or "bfloat16"
     if isinstance(value, float):
         return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
     return str(value)

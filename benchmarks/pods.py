@@ -55,15 +55,13 @@ class Row:
     fsdp: int = 16
     tensor: int = 1
     remat: str = "attention"
-    context: int = 1
     block_length: int = 0
 
     @property
     def name(self) -> str:
         """The row's name in the file."""
-        *values, context, block = dataclasses.asdict(self).values()
-        streams = [f"context {context} blocks {block}"] if block else []
-        return " ".join([*map(str, values), *streams])
+        *values, block = dataclasses.asdict(self).values()
+        return " ".join([*map(str, values), *([f"blocks {block}"] if block else [])])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +82,6 @@ class Sampled:
         return " ".join(["sampling", *map(str, values)])
 
 
-_LONG = "attention+query+key+value+gathered+middle+gate+up"
-
 ROWS: list[Row | Sampled] = [
     # Models and optimisers on a cube of 64 chips.
     Row("1.3B", "v5p:4x4x4", 256),
@@ -94,8 +90,6 @@ ROWS: list[Row | Sampled] = [
     # Cost of rematerialisation.
     Row("1.3B", "v5p:4x4x4", 64, remat="none"),
     Row("1.3B", "v5p:4x4x4", 256, remat="block"),
-    Row("1.3B", "v5p:4x4x4", 256, remat="dots"),
-    Row("1.3B", "v5p:4x4x4", 256, remat="offload"),
     # Strong scaling: the same rows on more chips; weak scaling: the same rows per chip.
     Row("1.3B", "v5p:2x4x4", 256),
     Row("1.3B", "v5p:4x4x8", 256),
@@ -110,9 +104,6 @@ ROWS: list[Row | Sampled] = [
     # Split matrices, and long rows.
     Row("1.3B", "v5p:4x4x4", 128, fsdp=8, tensor=2),
     Row("1.3B", "v5p:4x4x4", 64, 32768),
-    # Two streams over very long rows.
-    Row("1.3B", "v5p:4x4x4", 4, 131072, fsdp=4, remat=_LONG, context=16, block_length=32),
-    Row("8B", "v5p:4x4x4", 4, 131072, fsdp=4, context=16, block_length=32),
     # Sampling with a cache.
     Sampled("8B", "v6e:4x4", 128, fsdp=4),
     Sampled("8B", "v5e:4x4", 256, fsdp=16),
@@ -134,29 +125,23 @@ def config_of(row: Row, options: tuple[str, ...] = ()) -> Config:
         data=DataConfig(seq_len=row.positions),
         optim=OptimConfig(name=row.optimizer, weight_decay=0.1),  # type: ignore[arg-type]
         train=TrainConfig(batch_size=row.rows),
-        mesh=MeshConfig(
-            fsdp=row.fsdp, tensor=row.tensor, context=row.context, compiler_options=options
-        ),
+        mesh=MeshConfig(fsdp=row.fsdp, tensor=row.tensor, compiler_options=options),
     )
 
 
 def measure(row: Row, options: tuple[str, ...] = ()) -> dict[str, Any]:
     """The figures of a row: GiB, TFLOP and milliseconds per chip and step."""
-    from benchmarks import bundles
     from dlm_jax.contrib.pod_costs import cost_of_plan, utilisation
-    from dlm_jax.distributed.mesh import CHIPS, topology_devices
+    from dlm_jax.distributed.mesh import topology_devices
     from dlm_jax.distributed.partitions import make_mesh
     from dlm_jax.training.plan import plan
 
-    with bundles.written("rotary", "rotary_gradients") as schedules:
-        devices = topology_devices(row.topology)
-        config = config_of(row, options)
-        mesh = make_mesh(config.mesh, devices)
-        try:
-            found = plan(config, mesh)
-        except ValueError as error:
-            return dataclasses.asdict(row) | {"refused": str(error)}
-        kernels = bundles.seconds(schedules(), CHIPS[devices[0].device_kind].clock)
+    config = config_of(row, options)
+    mesh = make_mesh(config.mesh, topology_devices(row.topology))
+    try:
+        found = plan(config, mesh)
+    except ValueError as error:
+        return dataclasses.asdict(row) | {"refused": str(error)}
     gib, best = 2.0**30, cost_of_plan(found)
     estimates = {
         mode: {
@@ -166,14 +151,14 @@ def measure(row: Row, options: tuple[str, ...] = ()) -> dict[str, Any]:
         }
         for mode, one in (
             ("roof", best),
-            ("cycles", cost_of_plan(found, "cycles", kernels)),
+            ("cycles", cost_of_plan(found, "cycles")),
         )
     }
     return (
         dataclasses.asdict(row)
         | {
             "parameters": found.num_parameters,
-            "chips": len(devices),
+            "chips": mesh.size,
             "memory_gib": {name: round(size / gib, 3) for name, size in found.memory.items()},
             "moved_gib": {kind: round(n / gib, 3) for kind, n in best.moved.items()},
             "model_tflop": round(found.flops / 1e12, 2),
@@ -192,13 +177,11 @@ def sampling_step(
     rows: int,
     positions: int,
     *,
-    quantize: str | None = None,
     options: tuple[str, ...] = (),
 ) -> tuple[Any, Any]:
     """The compiled loop of sampling steps of empty canvases on `mesh`, and its initial state.
 
-    Parameters are bfloat16, sharded as in `dlm_jax.distributed.partitions`, or quantised as by
-    `dlm_jax.load`; MASK is the last id of the vocabulary.
+    Parameters are bfloat16, sharded as in `dlm_jax.distributed.partitions`; MASK is the last id.
     """
     import jax
     import jax.numpy as jnp
@@ -208,7 +191,6 @@ def sampling_step(
     from dlm_jax.devices import used
     from dlm_jax.distributed import compiler
     from dlm_jax.distributed.partitions import axes_of, shardings
-    from dlm_jax.model.quantized import quantized
     from dlm_jax.model.transformer import build
     from dlm_jax.sampling.forward import with_cache
     from dlm_jax.sampling.loop import Advance, start
@@ -243,7 +225,6 @@ def sampling_step(
     params = jax.tree.map(
         lambda x, place: at(x, place, "bfloat16"), params, shardings(params, axes, mesh)
     )
-    params = params if quantize is None else quantized(params, quantize, axes)
     with used(split):
         state = jax.eval_shape(make, params)
     state = jax.tree.map(lambda leaf: at(leaf, split), state)
@@ -339,7 +320,6 @@ def table(results: dict[str, Any]) -> list[str]:
         what = (
             f"| {one['model']} | {one['topology']} | {one['rows']} x {one['positions']} | "
             f"{one['optimizer']} | fsdp {one['fsdp']}, tensor {one['tensor']}"
-            + (f", context {one['context']}" if one.get("block_length") else "")
             + f" | {one['remat']} | "
         )
         if "refused" in one:

@@ -38,7 +38,6 @@ from dlm_jax.devices import used
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.mesh import CHIPS, topology_devices
 from dlm_jax.distributed.partitions import axes_of, make_mesh, named_leaves, on_own_rows, shardings
-from dlm_jax.model.quantized import quantized
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.program import Program
@@ -63,7 +62,6 @@ class Step:
     rows: int
     fsdp: int
     kind: str
-    quantize: str = ""
 
     @property
     def name(self) -> str:
@@ -79,7 +77,6 @@ STEPS = [
     *(Step("1.3B", "v5e:4x4", 256, 1, kind) for kind in KINDS),
     *(Step("1.3B", "v5p:2x2x1", 256, 1, kind) for kind in KINDS),
     *(Step("1.3B", "v5e:4x4", rows, 1, kind) for rows in (32, 64, 512) for kind in KINDS[:4]),
-    *(Step("1.3B", "v5e:4x4", 256, 1, kind, "int8") for kind in ("dual", "causal", "whole")),
     *(Step("8B", "v5p:2x2x1", 64, 1, kind) for kind in KINDS),
     Step("8B", "v5p:2x2x1", 64, 4, "dual"),
     *(Step("1.3B", "v6e:4x4", 256, 1, kind) for kind in KINDS),
@@ -106,16 +103,12 @@ def bound(
 ) -> dict[str, float]:
     """GiB of a chip's weights and cache, and milliseconds of memory, of products and in order.
 
-    A chip computes `peak` FLOP/s in bfloat16, and twice as many in int8, and reads `bandwidth`
-    bytes/s.
+    A chip computes `peak` FLOP/s in bfloat16 and reads `bandwidth` bytes/s.
     """
     params = jax.eval_shape(build(model).init, jax.random.key(0))
     numbers = {path: math.prod(leaf.shape) for path, leaf in named_leaves(params)}
     matrices = sum(n for path, n in numbers.items() if path.endswith("kernel") and "blocks" in path)
     rows, of_weight = step.rows / chips, 2.0
-    if step.quantize and step.kind != "rest":
-        of_weight = 1.0
-    at_rate = 2.0 if step.quantize == "int8_dynamic" and step.kind != "rest" else 1.0
     size = SIZES.get(step.kind, BLOCK)
     pairs = 4.0 * model.depth * POSITIONS * model.width * rows * size
     if step.kind == "rest":
@@ -124,7 +117,7 @@ def bound(
     # Keys and values of the positions that a step reads instead of computing them.
     kept = {"whole": 0, "refresh": 0, "rest": 0, "prefix": POSITIONS - size}
     cache = 4.0 * rows * model.depth * kept.get(step.kind, POSITIONS) * model.width
-    products, reading = flops / peak / at_rate, of_weight * matrices / bandwidth
+    products, reading = flops / peak, of_weight * matrices / bandwidth
     attention = max(pairs / peak, cache / bandwidth)
     memory = reading + cache / bandwidth
     return {
@@ -150,11 +143,8 @@ def compiled(step: Step, mesh: Mesh, options: tuple[str, ...]) -> jax.stages.Com
         return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=place)
 
     shapes = jax.eval_shape(network.init, jax.random.key(0))
-    axes = axes_of(network, shapes)
-    params = jax.tree.map(
-        lambda x, place: at(x, place, "bfloat16"), shapes, shardings(shapes, axes, mesh)
-    )
-    params = quantized(params, step.quantize, axes) if step.quantize else params
+    places = shardings(shapes, axes_of(network, shapes), mesh)
+    params = jax.tree.map(lambda x, place: at(x, place, "bfloat16"), shapes, places)
     chosen = compiler.options("sample", mesh, options)
     if step.kind == "rest":
         advance, params, make = rest(step, network, params, split, chosen)
@@ -244,7 +234,7 @@ def _abstract(make: Callable[[], State], split: NamedSharding) -> State:
 
 def measure(step: Step, options: tuple[str, ...]) -> dict[str, Any]:
     """The figures of a row, of a chip and step."""
-    with bundles.written("window_attention", "rotary") as schedules:
+    with bundles.written("window_attention") as schedules:
         mesh = make_mesh(MeshConfig(fsdp=step.fsdp), topology_devices(step.topology))
         began = time.perf_counter()
         try:
@@ -308,7 +298,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
     ]
     for one in results:
         what = " | ".join(str(one[key]) for key in ("model", "topology", "rows", "fsdp", "kind"))
-        what += f" | {one.get('quantize') or 'bfloat16'}"
+        what += " | bfloat16"
         if "refused" in one:
             lines.append(f"| {what} | does not fit" + " |" * 10)
             continue

@@ -210,7 +210,7 @@ class TrainConfig(Section, name="train"):
         is_free=True,
     )
     checkpoint_dir: str = setting(
-        "", "directory or URL (gs://, s3://) of checkpoints; empty: in out_dir", is_free=True
+        "", "directory or URL (gs://) of checkpoints; empty: in out_dir", is_free=True
     )
     checkpoint_every: Natural = setting(
         250, "steps between checkpoints; 0: only at the end", is_free=True
@@ -330,14 +330,11 @@ def read_scaling(text: Any) -> RopeScaling | None:
     raise SettingError("model.rope_scaling", text, why, f"write {known}")
 
 
-REMATS = ("none", "block", "attention", "dots", "offload", "auto")
+REMATS = ("none", "block")
 """Values of ``model.remat`` besides names joined by ``+``."""
 
-NAMED = ("attention", "query", "key", "value", "gathered", "middle", "gate", "up")
-"""Values inside a block that ``model.remat`` may name.
-
-``gathered`` are the keys and values of all devices along the mesh axis ``context``.
-"""
+NAMED = ("attention", "query", "key", "value", "middle", "gate", "up")
+"""Values inside a block that ``model.remat`` may name."""
 
 _MOST_HEADS = 2**12
 
@@ -501,11 +498,8 @@ class ModelConfig(Section, name="model"):
     remat: str = setting(
         "none",
         "values that the backward pass recomputes to save memory: none, block (everything), "
-        "attention (all except the output of attention), dots (all except matrix products), "
-        "offload (everything; inputs of blocks are kept in host memory), or all except the names "
-        f"joined by +: {', '.join(NAMED)}; auto: the first of "
-        "attention+query+key+value+middle+gate+up (on GPUs), attention+gate+up, attention and "
-        "block that fills at most a third of an accelerator's memory",
+        "or all except the names "
+        f"joined by +: {', '.join(NAMED)}",
         is_free=True,
     )
 
@@ -568,7 +562,7 @@ class ModelConfig(Section, name="model"):
         names = self.remat.split("+")
         if self.remat not in REMATS and (set(names) - set(NAMED) or len(set(names)) < len(names)):
             known = f"{', '.join(REMATS)} nor some of {', '.join(NAMED)} joined by +"
-            raise self.error("remat", f"is neither one of {known}; use auto")
+            raise self.error("remat", f"is neither one of {known}; use attention")
         for is_wrong, key, problem in (*self._attention_checks(), *self._expert_checks()):
             if is_wrong:
                 raise self.error(key, problem)

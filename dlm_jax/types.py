@@ -159,7 +159,7 @@ class Network:
         embedding under the softmax of the logits. None if the network has no signal.
       canvas_length: number of positions in a canvas; 0 for a network without canvases.
       axes: ``(params) -> tree``, given arrays or shapes: a tree like `params` with the `Axes` of
-          each parameter, which sharding, weight decay, Muon and quantisation read. Parameters under
+          each parameter, which sharding, weight decay and Muon read. Parameters under
           the top-level names that the tree omits, or all if None, are judged by rank
           (`dlm_jax.distributed.partitions.axes_of`).
       predicts_first: False for a causal network that predicts each token from the tokens before it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import uuid
 from collections.abc import Iterator
 
@@ -40,10 +41,34 @@ def environment() -> dict[str, str]:
     }
 
 
+@functools.cache
+def let_orbax_reach_s3() -> None:
+    """Adds ``s3://`` to the schemes of checkpoints: no local server speaks ``gs://``."""
+    from orbax.checkpoint._src.path import gcs_utils
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    from dlm_jax.store import checkpoints
+
+    def spec_of(url: str) -> dict:
+        bucket, _, path = url.removeprefix("s3://").partition("/")
+        return {
+            "driver": "s3", "bucket": bucket, "path": path, "aws_region": "us-east-1",
+            "endpoint": os.environ["AWS_ENDPOINT_URL"],
+            "aws_credentials": {"type": "environment"},
+        }  # fmt: skip
+
+    normal = tensorstore_utils._normalize_path
+    tensorstore_utils._normalize_path = lambda path: normal(path).replace("s3:/", "s3://")
+    tensorstore_utils._use_gcs_driver = lambda path: path.startswith("s3://")
+    gcs_utils.get_kvstore_for_gcs = spec_of
+    checkpoints._BUCKETS = ("gs://", "s3://")
+
+
 @contextlib.contextmanager
 def bucket() -> Iterator[str]:
     """The URL of a fresh bucket; the process can reach it inside."""
     given = environment()
+    let_orbax_reach_s3()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in given.items():
             patch.setenv(name, value)

@@ -65,7 +65,7 @@ def test_every_model_that_ships_is_small_and_loads_by_its_name(monkeypatch, tmp_
         assert path.stat().st_size <= 4_000_000
         assert dlm_jax.load(name).config == dlm_jax.load(path).config
     (tmp_path / "shakespeare").mkdir()
-    with pytest.raises(ValueError, match="checkpoint directory .*shakespeare is empty"):
+    with pytest.raises(ValueError, match="checkpoint directory .*shakespeare has no complete"):
         dlm_jax.load("shakespeare")
 
 

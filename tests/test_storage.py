@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
+import gc
 import os
 import stat
 import time
 from pathlib import Path
 
+import buckets
 import numpy as np
 import pytest
 import tiny_run
@@ -18,7 +19,7 @@ import dlm_jax.config as configs
 from dlm_jax.batch.json_lines import Results
 from dlm_jax.data.pipeline import write_tokens
 from dlm_jax.store import save_weights
-from dlm_jax.store.files import copy_whole, located, replacing
+from dlm_jax.store.files import check_bucket, copy_whole, located, replacing
 from dlm_jax.training.metrics import MetricsLog, plot_losses
 from dlm_jax.training.resume import write_config
 
@@ -101,18 +102,8 @@ def test_leftovers_of_kills_go_once_they_are_old_and_no_one_else_s_does(tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"x", young.name, other.name}
 
 
-class _Unreadable(io.BytesIO):
-    def read(self, *_):
-        raise OSError(errno.EIO, "Input/output error")
-
-
-def test_a_source_that_cannot_be_read_is_named_and_not_the_target(tmp_path, monkeypatch):
-    source, target = (located(tmp_path / name) for name in ("source", "target"))
-    monkeypatch.setattr(type(source), "open", lambda *_: _Unreadable())
-    with pytest.raises(OSError, match="Input/output error") as error:
-        copy_whole(source, target)
-    assert error.value.filename == str(source)
-    with pytest.raises(OSError, match="No such file") as error, replacing(target):
+def test_an_error_in_the_block_names_its_file_and_not_the_target(tmp_path):
+    with pytest.raises(OSError, match="No such file") as error, replacing(tmp_path / "target"):
         os.stat(tmp_path / "absent")
     assert error.value.filename == str(tmp_path / "absent")
     assert list(tmp_path.iterdir()) == []
@@ -136,3 +127,42 @@ def test_a_directory_that_cannot_be_synced_fails_no_write_and_one_that_is_broken
         with replacing(path) as file:
             file.write(b"new")
     assert path.read_bytes() == b"new"
+
+
+def _fail_to_write(path, size):
+    with replacing(path) as file:
+        file.write(b"x" * size)
+        raise RuntimeError("in the block")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("size", [100, 6 << 20])
+def test_a_block_that_raises_leaves_an_object_as_it_was(size):
+    with buckets.bucket() as url:
+        old, new = located(f"{url}/old"), located(f"{url}/new")
+        old.write_bytes(b"these bytes stay")
+        for path in (old, new):
+            with pytest.raises(RuntimeError, match="in the block"):
+                _fail_to_write(path, size)
+            gc.collect()  # a file that is not closed is closed
+        assert old.read_bytes() == b"these bytes stay"
+        assert buckets.files_under(located(url)) == [old]
+        with replacing(old) as file:
+            file.write(b"y" * size)
+        copy_whole(old, new)
+        assert new.read_bytes() == b"y" * size
+
+
+@pytest.mark.filterwarnings("default")
+def test_buckets_that_are_not_there_or_not_open_are_refused_in_one_line(monkeypatch):
+    def closed(*_, **__):
+        raise PermissionError("Access Denied")
+
+    with buckets.bucket() as url:
+        check_bucket("train.checkpoint_dir", f"{url}/deep/inside")
+        assert buckets.files_under(located(url)) == []
+        with pytest.raises(ValueError, match="dir=s3://no-such-pail/x does not exist"):
+            check_bucket("train.checkpoint_dir", "s3://no-such-pail/x")
+        monkeypatch.setattr(type(located(url)), "write_bytes", closed)
+        with pytest.raises(ValueError, match=rf"{url} cannot be reached \(Access Denied\); check"):
+            check_bucket("train.checkpoint_dir", url)

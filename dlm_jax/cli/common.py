@@ -23,7 +23,6 @@ from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts
 from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model, load
-from dlm_jax.model.quantized import KINDS
 from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.rules import BUILT_IN, classes_of, with_rules
 from dlm_jax.settings import UNSET, Rule, SettingError, nearest
@@ -36,10 +35,6 @@ _HEARTBEAT = 50
 CHECKPOINT = (
     "a run, a weights file, a published directory, a Hub id (org/name or org/name@revision), "
     f"or a shipped model: {', '.join(SHIPPED)}; default: {DEFAULT}"
-)
-QUANTIZE = (
-    f"store the matrices of the blocks in 8 bits: {', '.join(KINDS)} (also rounds inputs); "
-    f"default: no quantisation"
 )
 IGNORE_CONFIG = "field of a published config.json that is not read; repeatable"
 PRESET = (
@@ -239,7 +234,6 @@ def load_model(
     *,
     mesh: Any = None,
     dtype: str | None = None,
-    quantize: str | None = None,
     ignore_config: Sequence[str] = (),
 ) -> Model:
     """A model from `dlm_jax.load`, whose parameters are finite."""
@@ -247,7 +241,6 @@ def load_model(
         path,
         mesh=mesh,
         dtype=dtype,
-        quantize=quantize,
         ignore_config=ignore_config,
         report=lambda line: print(line, file=sys.stderr),
     )

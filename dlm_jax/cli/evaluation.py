@@ -20,7 +20,6 @@ import numpy as np
 from dlm_jax.cli.common import (
     CHECKPOINT,
     IGNORE_CONFIG,
-    QUANTIZE,
     SEED,
     Parser,
     load_model,
@@ -54,7 +53,6 @@ def make_parser() -> Parser:
     add("--num-draws", type=count, default=1, metavar="N", help="masks per window (1)")
     add("--batch-size", type=count, default=16, metavar="B", help="windows per batch (16)")
     add("--seed", type=SEED, default=0, metavar="K", help="random seed of the masks (0)")
-    add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--json", action="store_true", help="print JSON, one object per line")
     return parser
@@ -66,9 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with refusals():
         args, _ = parse_flags(make_parser(), argv)
         check_output()
-        model = load_model(
-            args.checkpoint, quantize=args.quantize, ignore_config=args.ignore_config
-        )
+        model = load_model(args.checkpoint, ignore_config=args.ignore_config)
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
         for path in args.text:
             result = score(model, _texts(path, args.split), **drawn)

@@ -27,7 +27,6 @@ from dlm_jax.cli.common import (
     COUNT,
     IGNORE_CONFIG,
     PRESET,
-    QUANTIZE,
     SEED,
     Parser,
     add_host_flags,
@@ -102,7 +101,6 @@ def make_parser(kind: type[SamplingParams]) -> Parser:
     add("--output", metavar="FILE", help="results of --prompts, one JSON object per line")
     dtype_help = f"dtype of the parameters: {', '.join(DTYPES)}; default: float32"
     add("--dtype", metavar="TYPE", help=dtype_help)
-    add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
@@ -187,7 +185,6 @@ def _main(argv: Sequence[str], modules: str | None) -> int:
             args.checkpoint,
             mesh=mesh,
             dtype=args.dtype,
-            quantize=args.quantize,
             ignore_config=args.ignore_config,
         )
         shares = num_shares(split_rows(model.params))

@@ -29,7 +29,6 @@ from dlm_jax.cli.common import (
     COUNT,
     IGNORE_CONFIG,
     PRESET,
-    QUANTIZE,
     Parser,
     add_mesh_flags,
     heads_line,
@@ -105,7 +104,6 @@ def make_parser() -> Parser:
     add("--log-texts", action="store_true", help="also log prompts and texts")
     dtypes = f"dtype of the parameters: {', '.join(DTYPES)}; default: float32"
     add("--dtype", metavar="TYPE", help=dtypes)
-    add("--quantize", metavar="KIND", help=QUANTIZE)
     add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_mesh_flags(parser)
@@ -146,7 +144,6 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             args.checkpoint,
             mesh=mesh,
             dtype=args.dtype,
-            quantize=args.quantize,
             ignore_config=args.ignore_config,
         )
         if args.chat_template is not None:

@@ -460,7 +460,6 @@ class Evaluated:
       batch_size: ignored; the number of rows per call follows the number of requests.
       seed: random seed of the masks and the generated texts.
       dtype: as in `dlm_jax.load`.
-      quantize: as in `dlm_jax.load`.
       ignore_config: as in `dlm_jax.load`; a text names fields separated by ``+``.
       preset: name of one of the model's presets.
       model: a loaded model, used instead of `checkpoint`.
@@ -479,7 +478,6 @@ class Evaluated:
         batch_size: int | str = "auto",
         seed: int = 0,
         dtype: str | None = None,
-        quantize: str | None = None,
         ignore_config: str | Sequence[str] = (),
         preset: str | None = None,
         model: Model | None = None,
@@ -492,7 +490,7 @@ class Evaluated:
         if model is None:
             if isinstance(ignore_config, str):
                 ignore_config = ignore_config.split("+")
-            model = load(checkpoint, dtype=dtype, quantize=quantize, ignore_config=ignore_config)
+            model = load(checkpoint, dtype=dtype, ignore_config=ignore_config)
         self.model = model
         if not str(batch_size).startswith("auto") and int(batch_size) < 1:
             raise SettingError("batch_size", batch_size, "must be at least 1")

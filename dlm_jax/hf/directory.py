@@ -34,7 +34,6 @@ from dlm_jax.hf.families import (
 from dlm_jax.hf.family import Family, FileFields, pieces_of, read_json
 from dlm_jax.hf.gguf import TENSORS, is_gguf, opened
 from dlm_jax.hf.tensors import (
-    Finish,
     Place,
     Shards,
     Tensors,
@@ -78,7 +77,6 @@ def read_published(
     *,
     dtype: str | None = None,
     place: Place | None = None,
-    finish: Finish = lambda path, parameter: parameter,
     ignore: Sequence[str] = (),
     adds_mask: bool = False,
 ) -> Published:
@@ -89,7 +87,6 @@ def read_published(
       dtype: dtype of parameters and computation, ``float32`` or ``bfloat16``; None means the stored
         dtype.
       place: maps a parameter's path and shape to its sharding; None means the default device.
-      finish: converts each parameter to its final form as it is loaded.
       ignore: fields of config.json that are not read.
       adds_mask: whether a vocabulary without MASK and without a free id gets one more id, as in
         `read_shape`. Its rows in the tables are the means of the other rows.
@@ -117,7 +114,6 @@ def read_published(
         shapes,
         dtype=None if dtype is None else np.dtype(jnp.dtype(dtype)),
         place=place or (lambda path, shape: None),
-        finish=finish,
     )
     is_half = (dtype or tensors.entries[table].dtype.name) == "bfloat16"
     whole = dataclasses.replace(whole, compute_dtype="bfloat16" if is_half else "float32")

@@ -121,9 +121,6 @@ _THREADS = min(8, os.cpu_count() or 1)
 Place = Callable[[str, tuple[int, ...]], Sharding | None]
 """Maps the path and shape of a parameter to its sharding; None means the default device."""
 
-Finish = Callable[[str, Any], Any]
-"""Maps the path and value (or abstract shape) of a parameter to the final form of the parameter."""
-
 
 def check_tensors(
     tensors: Tensors,
@@ -157,13 +154,9 @@ def read_params(
     *,
     dtype: np.dtype | None,
     place: Place,
-    finish: Finish,
 ) -> Params:
     """Loads the parameters in `dtype`, with shardings from `place`. The dtype None is that of a
     parameter's tensors, or float32 if they differ.
-
-    Each parameter is replaced by the result of `finish` before the next parameter is read. Before
-    any parameter is read, `finish` is called with the shapes of all parameters.
     """
 
     def read(path: str, leaf: Any) -> Any:
@@ -188,9 +181,8 @@ def read_params(
             parameter = jax.make_array_from_single_device_arrays(
                 leaf.shape, sharding, parts_of_devices
             )
-        return jax.block_until_ready(finish(path, parameter))
+        return jax.block_until_ready(parameter)
 
-    map_named(finish, abstract)
     return map_named(read, abstract)
 
 

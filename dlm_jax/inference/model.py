@@ -45,7 +45,6 @@ from dlm_jax.hf import (
     write_published,
 )
 from dlm_jax.model.lora import merged
-from dlm_jax.model.quantized import check_kind, is_quantized, quantized, quantizer
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.corruption import SCHEDULES, Schedule
 from dlm_jax.objectives.processes import Process, noise_process
@@ -243,7 +242,6 @@ def load(
     network: Network | Callable[[ModelConfig], Network] | None = None,
     mesh: Mesh | MeshConfig | None = None,
     dtype: str | None = None,
-    quantize: str | None = None,
     ignore_config: Sequence[str] = (),
     report: Callable[[str], None] | None = None,
 ) -> Model:
@@ -263,9 +261,6 @@ def load(
         uses a single device.
       dtype: dtype of the parameters, one of `DTYPES`. A published model also computes in this
         dtype. The default is float32, or the stored dtype for a published model.
-      quantize: 8-bit format of the matrices of the blocks for sampling and scoring: ``int8``, or
-        ``int8_dynamic``, which also rounds the inputs of the matrix products. The matrices of a
-        published directory are quantised one at a time as they are read.
       ignore_config: names of fields in the config.json of a published directory that are not read.
         A field that this library does not implement is an error otherwise.
       report: function that is called with one line for each skipped damaged checkpoint, with a
@@ -282,16 +277,13 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         advice = "; its range is too small for activations; use bfloat16" * (dtype == "float16")
         raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}{advice}")
-    if quantize is not None:
-        check_kind(quantize)
     compiler_options: tuple[str, ...] = ()
     if isinstance(mesh, MeshConfig):
         compiler_options, mesh = mesh.compiler_options, make_mesh(mesh)
         compiler.options("sample", mesh, compiler_options)
     path = fetched(path)
-    if network is not None and (quantize is not None or is_published(path)):
-        what, value = ("path", path) if quantize is None else ("quantize", quantize)
-        raise SettingError(what, value, "is not supported with a custom network", "leave one out")
+    if network is not None and is_published(path):
+        raise SettingError("path", path, "is not supported with a custom network", "leave one out")
 
     axes: Params = {}
 
@@ -301,10 +293,9 @@ def load(
 
     if is_published(path):
         to = None if dtype == "stored" else dtype
-        if mesh is not None or quantize is not None:
+        if mesh is not None:
             axes = axes_of(build(read_model(Path(path), ignore_config)[1]))
-        finish = (lambda path, leaf: leaf) if quantize is None else quantizer(quantize, axes)
-        found = read_published(path, dtype=to, place=sharding, finish=finish, ignore=ignore_config)
+        found = read_published(path, dtype=to, place=sharding, ignore=ignore_config)
         if found.settings:
             settings = ", ".join(f"{name}={value!r}" for name, value in found.settings.items())
             say(f"{path} recommends {settings} (generation_config.json)")
@@ -337,7 +328,7 @@ def load(
                 config = configs.from_saved(meta, where=str(path))
                 network = (network or build)(config.model)
             shapes = jax.eval_shape(network.init, key_of(0))
-            if mesh is not None or quantize is not None:
+            if mesh is not None:
                 axes = axes_of(network, shapes)
             return shapes
 
@@ -352,8 +343,6 @@ def load(
         if num_devices > 1 and (line := undeclared(network, params, num_devices)):
             say(line)
         config = configs.from_saved(meta, where=str(path))
-        if quantize is not None:
-            params = quantized(merged(params, config.model), quantize, axes)
         tokenizer = from_json(meta["tokenizer"])
         check_fits(tokenizer, network.vocab_size)
         chat = saved_chat(meta, tokenizer)
@@ -406,10 +395,6 @@ def export(
     """
     if model.config is None or model.is_custom:
         raise ValueError("the model is a custom network, which no published family can describe")
-    if is_quantized(model.params):
-        raise ValueError(
-            "the model is quantised, which no published family can store; load it without quantize"
-        )
     config = model.config
     params = merged(model.params, config.model)
     bare = dataclasses.replace(

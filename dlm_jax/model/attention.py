@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,64 +167,24 @@ def seen_keys(
     length_B: jax.Array,
     num_positions: int,
     *,
-    block_length: int,
+    sees: Callable[[jax.Array, jax.Array], Any],
     num_shared: int,
     first: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention biases for the queries at positions `place_BW` of the window.
 
-    The first bias applies to the cached keys of the row, and the second to the keys of the window.
-    The shapes are ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``. See `shared_bias` for the
-    values. Keys at positions before `first` are hidden.
+    The first bias applies to the cached keys of the row outside the window, and the second to the
+    keys of the window. The shapes are ``[B, 1, N or 1, L]`` and ``[B, 1, N or 1, W]``. See
+    `shared_bias` for the values. `sees` maps positions of queries ``[B, W, 1]`` and of keys ``[B,
+    1, M]`` to True where a query may attend to a key. Keys at positions before `first` are hidden.
     """
+    begin_B1, end_B1 = window.begin_N[:, None], window.end_N[:, None]
     place_1L = jnp.arange(num_positions)[None]
-    begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
 
-    def is_own(place: jax.Array) -> jax.Array:
-        return (place >= begin_B1) & (place < end_B1)
+    def bias(key_BM: jax.Array, *, is_new: bool) -> jax.Array:
+        is_own_BM = (key_BM >= begin_B1) & (key_BM < end_B1)
+        is_there_BM = (key_BM >= first) & (key_BM < length_B[:, None]) & (is_own_BM == is_new)
+        is_seen = sees(place_BW[:, :, None], key_BM[:, None, :])
+        return shared_bias(is_there_BM[:, None, :] & is_seen, num_shared)
 
-    is_kept_BL = (place_1L >= first) & (place_1L < length_B1) & ~is_own(place_1L)
-    is_new_BW = (place_BW >= first) & (place_BW < length_B1) & is_own(place_BW)
-    is_kept_BWL = is_kept_BL[:, None, :] & _sees(place_BW, place_1L, block_length)
-    is_new_BWW = is_new_BW[:, None, :] & _sees(place_BW, place_BW, block_length)
-    return shared_bias(is_kept_BWL, num_shared), shared_bias(is_new_BWW, num_shared)
-
-
-def seen_behind(
-    window: Window,
-    place_BW: jax.Array,
-    length_B: jax.Array,
-    num_positions: int,
-    *,
-    reach: int,
-    is_canvas: bool,
-    num_shared: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention biases, as in `seen_keys`, for a window of text or a canvas after cached text.
-
-    Each query attends to the same keys as in `attend_behind`, with `reach` as the window and a
-    canvas that starts at ``window.begin_N``.
-    """
-    begin_B1, end_B1, length_B1 = window.begin_N[:, None], window.end_N[:, None], length_B[:, None]
-    query_BN = begin_B1 if is_canvas else place_BW  # all queries of a canvas see the same keys
-
-    def sees(key_BM: jax.Array) -> jax.Array:
-        key_B1M, query_BN1 = key_BM[:, None, :], query_BN[:, :, None]
-        is_near_BNM = key_B1M > query_BN1 - reach if reach else key_B1M >= 0
-        return is_near_BNM if is_canvas else is_near_BNM & (key_B1M <= query_BN1)
-
-    place_1L = jnp.arange(num_positions)[None]
-    is_kept_BL = place_1L < jnp.minimum(begin_B1, length_B1)
-    is_new_BW = (place_BW >= begin_B1) & (place_BW < jnp.minimum(end_B1, length_B1))
-    seen = is_kept_BL[:, None] & sees(place_1L), is_new_BW[:, None] & sees(place_BW)
-    return shared_bias(seen[0], num_shared), shared_bias(seen[1], num_shared)
-
-
-def _sees(query_BN: jax.Array, key_BM: jax.Array, block_length: int) -> jax.Array:
-    """Returns whether each query may attend to each key, ``[B, N, M]``; all True if `block_length`
-    is 0.
-    """
-    query_BN1, key_B1M = query_BN[:, :, None], key_BM[:, None, :]
-    if block_length == 0:
-        return jnp.ones((query_BN.shape[0], 1, key_BM.shape[1]), bool)
-    return key_B1M // block_length <= query_BN1 // block_length
+    return bias(place_1L, is_new=False), bias(place_BW, is_new=True)

@@ -47,13 +47,10 @@ class Attention(nnx.Module):
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
 
-    def project(
-        self, x_BLD: jax.Array, angles: Any, keys: str = "keys"
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x_BLD: jax.Array, angles: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries ``[B, L, H, K]``, keys and values ``[B, L, G, K]``, rotated by `angles`.
 
-        The keys are cached in this normalised and rotated form. `keys` is the partition of keys and
-        values, a key of `dlm_jax.distributed.partitions.PLACES`.
+        The keys are cached in this normalised and rotated form.
         """
 
         def heads(linear: Linear, name: str) -> jax.Array:
@@ -72,7 +69,7 @@ class Attention(nnx.Module):
         if self.scale:
             # The kernels divide by the square root of the head size.
             q = (q.astype(jnp.float32) * (self.scale * self.head_size**0.5)).astype(q.dtype)
-        return pin(q, "queries"), pin(k, keys), pin(v, keys)
+        return pin(q, "queries"), pin(k, "keys"), pin(v, "keys")
 
     def join(self, y_BLHK: jax.Array) -> jax.Array:
         """The heads' outputs projected to ``[B, L, D]``."""
@@ -136,19 +133,10 @@ class Block(nnx.Module):
             x_BLD, angles, lambda q, k, v: ops.attention(q, k, v, length_B, may_see=may_see)
         )
 
-    def around(
-        self,
-        x_BLD: jax.Array,
-        angles: Any,
-        attend: Callable[..., jax.Array],
-        keys: str = "keys",
-    ) -> jax.Array:
-        """Hidden vectors after the block; `attend` maps ``(q, k, v)`` to ``[B, L, H, K]``.
-
-        `keys` is as in `Attention.project`.
-        """
+    def around(self, x_BLD: jax.Array, angles: Any, attend: Callable[..., jax.Array]) -> jax.Array:
+        """Hidden vectors after the block; `attend` maps ``(q, k, v)`` to ``[B, L, H, K]``."""
         x_BLD = pin(x_BLD, "hidden")
-        q, k, v = self.attention.project(self.attention_norm(x_BLD), angles, keys)
+        q, k, v = self.attention.project(self.attention_norm(x_BLD), angles)
         y_BLD = self.attention.join(attend(q, k, v))
         if self.attention_out_norm is not None:
             y_BLD = self.attention_out_norm(y_BLD)

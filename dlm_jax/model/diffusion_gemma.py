@@ -7,6 +7,7 @@ one array of keys and one array of values, each ``[B, layers, G, L, K]`` in the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,11 @@ from flax import nnx
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.model import ops
-from dlm_jax.model.attention import attend_behind, proportional_angles, seen_behind
+from dlm_jax.model.attention import attend_behind, proportional_angles, seen_keys
 from dlm_jax.model.block import Mlp
-from dlm_jax.model.cached import by_group
 from dlm_jax.model.layers import Norm, parameter, unit_norm
 from dlm_jax.model.moe import MoeBlock
+from dlm_jax.model.ops import by_group
 from dlm_jax.model.trunk import Angles, Layers, Trunk
 from dlm_jax.types import CachedTrunk, Network, Params, Window
 
@@ -203,14 +204,20 @@ class DiffusionGemma(Trunk):
             name: (cos_LK[place_NW], sin_LK[place_NW])
             for name, (cos_LK, sin_LK) in self._angles(num_positions).items()
         }
+        begin_N11, end_N11 = window.begin_N[:, None, None], window.end_N[:, None, None]
+
+        def sees(reach: int, query: jax.Array, key: jax.Array) -> jax.Array:
+            # All positions of a canvas attend to the same keys; see `attend_behind`.
+            last, from_ = (end_N11 - 1, begin_N11) if is_canvas else (query, query)
+            return (key <= last) & (key > from_ - (reach or num_positions))
+
         seen = {
-            name: seen_behind(
+            name: seen_keys(
                 window,
                 place_NW,
                 length_N,
                 num_seen,
-                reach=self._reach(name),
-                is_canvas=is_canvas,
+                sees=functools.partial(sees, self._reach(name)),
                 num_shared=self.config.heads // self._num_groups(name),
             )
             for name in angles
@@ -298,30 +305,25 @@ class DiffusionGemma(Trunk):
         """
         stacks = self.layers(params)
 
+        def run(at: int, x: jax.Array, given: tuple[Params, jax.Array]) -> tuple[jax.Array, Any]:
+            layers, (one, number), new = stacks[at], given, []
+            block = layers.block(one)
+            cache = None if kept is None else (kept[at], number)
+
+            def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                new.append((by_group(k), by_group(v)))
+                return attend(layers.name, q, k, v, cache)
+
+            x = block.around(x, angles[layers.name], attended)
+            return block.scaled(x, is_canvas_N1), new[0]
+
         def group(x: jax.Array, given: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
             parts, number = given
             stacked = []
             for at, layers in enumerate(stacks):
                 each = len(layers) // len(stacks[-1])
-
-                def layer(
-                    x: jax.Array,
-                    given: tuple[Params, jax.Array],
-                    layers: Layers = layers,
-                    at: int = at,
-                    each: int = each,
-                ) -> tuple[jax.Array, ops.KeyValue]:
-                    block, new = layers.block(given[0]), []
-                    cache = None if kept is None else (kept[at], number * each + given[1])
-
-                    def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                        new.append((by_group(k), by_group(v)))
-                        return attend(layers.name, q, k, v, cache)
-
-                    x = block.around(x, angles[layers.name], attended)
-                    return block.scaled(x, is_canvas_N1), new[0]
-
-                x, made = jax.lax.scan(layer, x, (parts[at], jnp.arange(each)))
+                numbers = number * each + jnp.arange(each)
+                x, made = jax.lax.scan(functools.partial(run, at), x, (parts[at], numbers))
                 stacked.append(made)
             return x, tuple(stacked)
 

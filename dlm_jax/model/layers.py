@@ -8,14 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.distributed.mesh import device_bytes
 from dlm_jax.distributed.partitions import on_own_share
 from dlm_jax.model import ops
 from dlm_jax.model.lora import GROUP, MASK_ROW
-from dlm_jax.model.quantized import product
 from dlm_jax.types import LAYERS, Axes, Params
 
 
@@ -60,7 +57,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Projected vectors, shape ``[..., fan_out]``, in the dtype of `x`."""
-        y = product(x, self.kernel.get_value())
+        y = ops.linear(x, self.kernel[...].astype(x.dtype))
         if self.bias is None:
             return y
         return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1)))
@@ -113,98 +110,19 @@ def embed(params: Params, ids: jax.Array) -> jax.Array:
     return vectors + jnp.where(is_last[..., None], adapter["row"], 0).astype(vectors.dtype)
 
 
-_INPUT = "block_input"
-
-_POLICIES = jax.checkpoint_policies
-
-POLICIES: dict[str, Callable[..., Any]] = {
-    "block": _POLICIES.nothing_saveable,
-    "attention": _POLICIES.save_only_these_names(ops.SAVED),
-    "dots": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(ops.SAVED)
-    ),
-    "offload": _POLICIES.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-}
-"""Checkpoint policies by the value of ``model.remat``. The input of each block is always saved.
-
-``none`` saves everything. Names joined by ``+`` (see `dlm_jax.config.NAMED`) save the values
-with these names, and ``auto`` saves the first of `AUTO` that fits. ``block`` saves nothing else, at
-the cost of a second forward pass. ``attention`` saves the output of attention, so that the kernel
-runs once. ``dots`` saves the outputs of attention and of every product with parameters, so that
-only the operations in between are recomputed. ``offload`` saves nothing else and moves the inputs
-to host memory.
-"""
-
-
-AUTO = ("attention+gate+up", "attention", "block")
-"""Values of ``model.remat`` that ``auto`` considers, fastest first, by the estimates for TPUs in
-benchmarks/results/scaling.md.
-"""
-
-# What GPUs have the memory to save first, by the times of `benchmarks.accelerator`.
-_ON_GPU = "attention+query+key+value+middle+gate+up"
-
-# ``auto`` fills at most a third of a device's memory with saved values.
-_SHARES = 3
-
-
 def rematerialised(
     block: Callable[..., jax.Array], config: ModelConfig
 ) -> Callable[..., jax.Array]:
-    """Rematerialises ``block(x, parameters, context)`` by ``model.remat``."""
+    """Rematerialises ``block(x, parameters, context)`` by ``model.remat``.
+
+    The input of each block is always saved. ``none`` saves everything, and ``block`` nothing else,
+    at the cost of a second forward pass. Names joined by ``+`` (see `dlm_jax.config.NAMED`) save
+    the values with these names.
+    """
     if config.remat == "none":
         return block
-
-    def named(x: jax.Array, parameters: Any, context: Any) -> jax.Array:
-        return block(checkpoint_name(x, _INPUT), parameters, context)
-
-    def run(x: jax.Array, parameters: Any, context: Any) -> jax.Array:
-        remat = config.remat
-        if remat == "auto":
-            mesh = jax.sharding.get_abstract_mesh()
-            device = mesh.abstract_device or jax.devices()[0]
-            # The axis `tensor` does not split the inputs of blocks.
-            own = x.shape[0] * x.shape[1] * mesh.shape.get("tensor", 1) / max(mesh.size, 1)
-            remat = chosen(config, own, device_bytes(device), is_gpu=ops.is_gpu())
-        policy = POLICIES.get(remat) or _POLICIES.save_only_these_names(*remat.split("+"))
-        inside = named if remat == "offload" else block
-        return jax.checkpoint(inside, prevent_cse=False, policy=policy)(x, parameters, context)
-
-    return run
-
-
-def chosen(config: ModelConfig, num_positions: float, memory: float, *, is_gpu: bool) -> str:
-    """The value of ``model.remat`` that ``auto`` stands for.
-
-    `num_positions` is the number of positions of a batch on one device, and `memory` is the memory
-    of the device in bytes, 0 if unknown.
-    """
-    if not memory:
-        return "attention"
-    names = (_ON_GPU, *AUTO) if is_gpu else AUTO
-    fitting = (x for x in names if saved_bytes(config, x, num_positions) <= memory / _SHARES)
-    return next(fitting, "block")
-
-
-def saved_bytes(config: ModelConfig, names: str, num_positions: float) -> float:
-    """Bytes of the inputs of all blocks and of the values with these names, joined by ``+``.
-
-    ``block`` names none. ``gathered``, whose size depends on the mesh, is not counted.
-    """
-    heads, groups = config.heads, config.kv_heads or config.heads
-    widths = {
-        "attention": heads * config.size_of_head,
-        "query": heads * config.size_of_head,
-        "key": groups * config.size_of_head,
-        "value": groups * config.size_of_head,
-        "middle": config.width,
-        "gate": config.inner_width,
-        "up": config.inner_width,
-    }
-    width = config.width + sum(widths.get(name, 0) for name in names.split("+"))
-    return config.depth * num_positions * width * jnp.dtype(config.compute_dtype).itemsize
+    policies = jax.checkpoint_policies
+    policy = policies.nothing_saveable
+    if config.remat != "block":
+        policy = policies.save_only_these_names(*config.remat.split("+"))
+    return jax.checkpoint(block, prevent_cse=False, policy=policy)

@@ -1,4 +1,4 @@
-"""A Transformer with a mixture of experts: a router and grouped matrix products.
+"""Blocks with a mixture of experts: a router and grouped matrix products.
 
 There is no capacity limit, so rows are independent. The mesh axis ``expert`` shards the experts,
 and ``tensor`` shards the inner dimension of each expert. Each device applies its own experts to the
@@ -20,9 +20,7 @@ from dlm_jax.config import ModelConfig
 from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import PLACES, fitting
 from dlm_jax.model.block import Block, Mlp
-from dlm_jax.model.cached import RowTrunk
 from dlm_jax.model.layers import GATES, Linear, Norm, parameter, unit_norm
-from dlm_jax.types import Params
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
 """The kernels of some experts: gate and up ``[E, D, F]``, down ``[E, F, D]``."""
@@ -113,23 +111,6 @@ class MoeBlock(Block):
         assert self.experts_norm and self.dense_out_norm and self.experts_out_norm
         of_experts_BLD = self.experts(self.experts_norm(x_BLD), x_BLD)
         return self.dense_out_norm(y_BLD) + self.experts_out_norm(of_experts_BLD)
-
-
-@dataclasses.dataclass(frozen=True)
-class MoeTransformer(RowTrunk):
-    """A Transformer with experts, after ``model.dense_layers`` layers without."""
-
-    def make(self, name: str, rngs: nnx.Rngs) -> nnx.Module:
-        if name == "dense_blocks":
-            return Block(self.config, rngs=rngs)
-        return MoeBlock(self.config, rngs=rngs) if name == "blocks" else super().make(name, rngs)
-
-    def __call__(self, params: Params, tokens_BL: jax.Array, length_B: jax.Array) -> jax.Array:
-        angles = self.angles(tokens_BL.shape[1])
-        x_BLD = self.embed(params, self.inputs(tokens_BL))
-        for blocks in self.layers(params):  # the dense blocks, then those with experts
-            x_BLD = blocks.scan(Block.__call__, x_BLD, length_B, angles)
-        return self.outputs(params, x_BLD)
 
 
 def over_devices(

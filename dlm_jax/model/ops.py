@@ -8,7 +8,6 @@ are imported where they are called.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from dlm_jax.devices import mesh_in_use, platform
 from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.kernels import cpu
-from dlm_jax.model.kernels.split import grouped, heads_by_device, ungrouped, window_by_device
+from dlm_jax.model.kernels.split import grouped, ungrouped, window_by_device
 from dlm_jax.types import live_positions
 
 MaySee = Callable[[Any, Any], Any]
@@ -42,15 +41,11 @@ _LEAST_FOR_SPLASH = 256
 _LEAST_FOR_TRITON = 128
 # Triton requires powers of two.
 _TRITON_SIZES = (16, 32, 64, 128)
-# With fewer queries, the TPU compiler computes products on the vector units.
-_LEAST_FOR_PRODUCTS = 8
 _LANES = 128
 # Layers that are unrolled in a training step and in a decoding step; each takes a quarter of a
 # second to compile.
 _LONGEST_UNROLLED, _LONGEST_UNROLLED_CACHE = 16, 48
 _FEW_ROWS = 8
-# Maximum number of scores that the plain formula stores at a time on one device.
-_MAX_SCORES = 2**28
 
 
 def causal(query: Any, key: Any) -> Any:
@@ -72,14 +67,9 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
 
 def linear_by_rows(x_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
     """``x @ table.T``, shape ``[N, V]``."""
-    if platform() == "cpu" and cpu.splits_table(x_ND, table_VD):
-        return cpu.linear_by_rows(x_ND, table_VD)
+    if platform() == "cpu" and (size := cpu.block_of(x_ND, table_VD)):
+        return cpu.linear_by_rows(x_ND, table_VD, size)
     return linear(x_ND, table_VD.T)
-
-
-def is_gpu() -> bool:
-    """Whether the target devices are GPUs."""
-    return platform() == "gpu"
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
@@ -179,7 +169,7 @@ def attention(
         return splash_attention(*given, may_see=may_see, saved=SAVED)
     is_half_on_gpu = target == "gpu" and q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
     if is_half_on_gpu and size % 8 == 0 and may_see in (None, causal):
-        y_BLHK = cudnn_attention(q_BLHK, k_BMGK, v_BMGK, length_B, is_causal=may_see is not None)
+        y_BLHK = cudnn_attention(q_BLHK, k_BMGK, v_BMGK, length_B, may_see is not None)
         return checkpoint_name(y_BLHK, SAVED)
     mesh = mesh_in_use()
     is_split = mesh is not None and mesh.shape.get("context", 1) > 1
@@ -191,18 +181,8 @@ def attention(
     return formula_attention(*given, may_see=may_see)
 
 
-def uses_splash(num_positions: int) -> bool:
-    """Whether the splash kernel computes the attention of pieces of so many positions."""
-    return platform() == "tpu" and num_positions % _LANES == 0
-
-
 def cudnn_attention(
-    q_BLHK: jax.Array,
-    k_BLGK: jax.Array,
-    v_BLGK: jax.Array,
-    length_B: jax.Array,
-    *,
-    is_causal: bool,
+    q_BLHK: jax.Array, k_BLGK: jax.Array, v_BLGK: jax.Array, length_B: jax.Array, is_causal: bool
 ) -> jax.Array:
     """Attention with cuDNN's fused kernel, for half precision and head sizes divisible by 8."""
     visible_B = jnp.maximum(length_B, 1)
@@ -217,39 +197,6 @@ def cudnn_attention(
     )
 
 
-def plain_attention(
-    q_BLHK: jax.Array,
-    k_BMGK: jax.Array,
-    v_BMGK: jax.Array,
-    is_live_BM: jax.Array,
-    *,
-    may_see: MaySee | None = None,
-) -> jax.Array:
-    """Attention by the plain formula, in slices of queries if there are too many scores.
-
-    The backward pass recomputes the scores of each slice.
-    """
-    num_rows, num_positions, num_heads, _ = q_BLHK.shape
-    key_M = jnp.arange(k_BMGK.shape[1])
-
-    def of_queries(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q_BNHK, query_N = piece
-        mask = is_live_BM[:, None, None, :]
-        if may_see is not None:
-            is_seen = may_see(query_N[:, None], key_M[None])
-            mask = mask & (is_seen[None, None] if is_seen.ndim == 2 else is_seen[:, None])
-        return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=mask)
-
-    mesh, query_L = mesh_in_use(), jnp.arange(num_positions)
-    scores = num_rows * num_heads * num_positions * key_M.size // (mesh.size if mesh else 1)
-    slices = math.gcd(num_positions, 2 ** max(0, (scores // _MAX_SCORES).bit_length()))
-    if slices == 1:
-        return of_queries((q_BLHK, query_L))
-    q_SBNHK = jnp.moveaxis(q_BLHK.reshape(num_rows, slices, -1, *q_BLHK.shape[2:]), 1, 0)
-    y_SBNHK = jax.lax.map(jax.checkpoint(of_queries), (q_SBNHK, query_L.reshape(slices, -1)))
-    return jnp.moveaxis(y_SBNHK, 0, 1).reshape(q_BLHK.shape)
-
-
 def formula_attention(
     q_BNHK: jax.Array,
     k_BMGK: jax.Array,
@@ -259,15 +206,16 @@ def formula_attention(
     may_see: MaySee | None,
 ) -> jax.Array:
     """`attention` without a kernel; `may_see` may also return an array with an axis of rows."""
-    if platform() != "cpu":
-        y_BNHK = plain_attention(q_BNHK, k_BMGK, v_BMGK, is_live_BM, may_see=may_see)
-        return checkpoint_name(y_BNHK, SAVED)
     is_seen_BNM = is_live_BM[:, None]
     if may_see is not None:
         query_N, key_M = jnp.arange(q_BNHK.shape[1]), jnp.arange(k_BMGK.shape[1])
         is_seen = may_see(query_N[:, None], key_M[None])
         is_seen_BNM = is_seen_BNM & (is_seen[None] if is_seen.ndim == 2 else is_seen)
-    return checkpoint_name(cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen_BNM), SAVED)
+    if platform() == "cpu":
+        y_BNHK = cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen_BNM)
+    else:
+        y_BNHK = jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=is_seen_BNM[:, None])
+    return checkpoint_name(y_BNHK, SAVED)
 
 
 def split_heads(x_BLD: jax.Array, head_size: int) -> jax.Array:
@@ -290,25 +238,8 @@ def rotate_heads(
 ) -> jax.Array:
     """Queries or keys, normalised (RMSNorm) if `scale_K` is given, then rotated by position.
 
-    Dimensions without an angle are not rotated. In bfloat16, TPUs use a kernel.
+    Dimensions without an angle are not rotated.
     """
-    num_positions, _, size = x_BLHK.shape[1:]
-    is_whole = 2 * cos_LK.shape[-1] == size and size % _LANES == 0
-    is_long = num_positions >= _LEAST_FOR_PRODUCTS
-    if platform() == "tpu" and x_BLHK.dtype == jnp.bfloat16 and is_whole and is_long:
-        cos_BLK, sin_BLK = (x if x.ndim == 3 else x[None] for x in (cos_LK, sin_LK))
-        return _rotate_on_tpu(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon)
-    return _rotate_by_formula(x_BLHK, cos_LK, sin_LK, scale_K, epsilon)
-
-
-def _rotate_by_formula(
-    x_BLHK: jax.Array,
-    cos_LK: jax.Array,
-    sin_LK: jax.Array,
-    scale_K: jax.Array | None,
-    epsilon: float,
-) -> jax.Array:
-    """`rotate_heads` by its formula."""
     if scale_K is not None:
         x_BLHK = rms_norm(x_BLHK, scale_K, epsilon=epsilon)
     size = 2 * cos_LK.shape[-1]
@@ -334,36 +265,6 @@ def _rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Arra
     pairs = x.reshape(*x.shape[:-1], 2, -1)
     swapped = jax.lax.rev(pairs, (3,)) * jnp.stack([-sin, sin], axis=-2)
     return (pairs * cos[..., None, :] + swapped).reshape(x.shape).astype(x_BLHK.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _rotate_on_tpu(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon):
-    """`rotate_heads` by a kernel, on each device for its own rows, positions and heads.
-
-    Angles have no gradient.
-    """
-    from dlm_jax.model.kernels.mosaic import mosaic_turned
-
-    compute = functools.partial(mosaic_turned, epsilon=epsilon)
-    return heads_by_device(compute, x_BLHK, scale_K, cos_BLK, sin_BLK)
-
-
-def _rotate_forward(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon):
-    given = x_BLHK, scale_K, cos_BLK, sin_BLK
-    return _rotate_on_tpu(*given, epsilon), given
-
-
-def _rotate_backward(epsilon, given, g_BLHK):
-    from dlm_jax.model.kernels.mosaic import mosaic_turned_gradients
-
-    scale_K, cos_BLK, sin_BLK = given[1:]
-    compute = functools.partial(mosaic_turned_gradients, epsilon=epsilon)
-    g_x_BLD, terms_BTHK = heads_by_device(compute, *given, g_BLHK)
-    g_scale = None if scale_K is None else jnp.sum(terms_BTHK, axis=(0, 1, 2))
-    return g_x_BLD.reshape(g_BLHK.shape), g_scale, jnp.zeros_like(cos_BLK), jnp.zeros_like(sin_BLK)
-
-
-_rotate_on_tpu.defvjp(_rotate_forward, _rotate_backward)
 
 
 KeyValue = tuple[jax.Array, jax.Array]
@@ -396,6 +297,10 @@ class CachedLayer:
         if self.row_N is not None:
             kept = on_own_rows(rows_of, kept, self.row_N)
         return kept[0][:, :, : self.num_seen], kept[1][:, :, : self.num_seen]
+
+
+def by_group(x_BLGK: jax.Array) -> jax.Array:
+    return x_BLGK.transpose(0, 2, 1, 3)
 
 
 def rows_of(kept: KeyValue, row_N: jax.Array) -> KeyValue:
@@ -435,18 +340,14 @@ def window_attention(
             return y_BWHK
         kept = kept.read()
     q_BGNK = grouped(q_BWHK, own_BGWK[0].shape[1])
-    num_queries = q_BGNK.shape[2]
-    if platform() == "tpu" and num_queries < _LEAST_FOR_PRODUCTS:
-        q_BGNK = _with_queries(q_BGNK)
-        seen = _with_queries(seen[0]), _with_queries(seen[1])
     pairs = tuple(zip((kept, own_BGWK), seen, strict=True))
     scores = [_product(q_BGNK, key, 3) + bias for (key, _), bias in pairs]
     top_BGN1 = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s in scores])
     weights = [jnp.exp(s - top_BGN1) for s in scores]
-    total_BGN1 = sum(_total(w, own_BGWK[1].dtype) for w in weights)
+    total_BGN1 = sum(jnp.sum(w, axis=-1, keepdims=True) for w in weights)
     parts = [_product(w, value, 2) for w, ((_, value), _) in zip(weights, pairs, strict=True)]
     y_BGNK = (parts[0] + parts[1]) / total_BGN1
-    return ungrouped(y_BGNK[:, :, :num_queries], q_BWHK)
+    return ungrouped(y_BGNK, q_BWHK)
 
 
 def _window_by_kernel(
@@ -476,31 +377,6 @@ def _window_by_kernel(
 
     layer_B = jnp.full(num_rows, cache.layer, jnp.int32)
     return window_by_device(of_rows, q_BWHK, cache.leaves, own_BGWK, seen, row_B, layer_B)
-
-
-def _with_queries(x_BGNM: jax.Array) -> jax.Array:
-    """`x_BGNM` padded to `_LEAST_FOR_PRODUCTS` queries; unchanged if all queries share one."""
-    if x_BGNM.shape[1:3] == (1, 1):
-        return x_BGNM
-    return jnp.pad(x_BGNM, ((0, 0), (0, 0), (0, _LEAST_FOR_PRODUCTS - x_BGNM.shape[2]), (0, 0)))
-
-
-def _total(weights_BGNM: jax.Array, dtype: Any) -> jax.Array:
-    """The sum of each query's weights, float32 ``[B, G, N, 1]``.
-
-    On a TPU, a product with a matrix of ones takes a sixth of the time of a sum over lanes. The
-    barrier hides the ones, because the compiler would turn the product into that sum.
-    """
-    if platform() != "tpu":
-        return jnp.sum(weights_BGNM, axis=-1, keepdims=True)
-    ones_MK = jnp.ones((weights_BGNM.shape[-1], _LANES), dtype)
-    total_BGNK = jax.lax.dot_general(
-        weights_BGNM.astype(dtype),
-        jax.lax.optimization_barrier(ones_MK),
-        (((3,), (0,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
-    return total_BGNK[..., :1]
 
 
 def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:

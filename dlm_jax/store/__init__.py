@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlm_jax.store.checkpoints import Checkpoints, Restored, load_any, load_meta, load_params
-    from dlm_jax.store.manifest import not_finite
-    from dlm_jax.store.weights import load_weights, save_weights
+    from dlm_jax.store.weights import load_weights, not_finite, save_weights
 
 __all__ = [
     "Checkpoints", "Restored", "load_any", "load_meta", "load_params", "load_weights",
@@ -20,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME_OF = {
-    "not_finite": "manifest",
+    "not_finite": "weights",
     "load_weights": "weights",
     "save_weights": "weights",
     **dict.fromkeys(

@@ -1,20 +1,17 @@
 """Checkpoints that are either complete or absent, and never silently corrupt.
 
 The `CheckpointManager` of Orbax writes them, asynchronously, to disks and buckets, and deletes the
-old ones. A checkpoint is a directory with two items, which Orbax completes together::
+old ones. A checkpoint is a directory with two items, which Orbax completes together, on a disk by
+renaming it and in a bucket with ``commit_success.txt``::
 
     step_00000250/
       state/               the pytree of arrays (OCDBT)
       manifest/metadata    format, versions, identity of the run, checksums, and the caller's JSON
 
-On a disk, Orbax completes a checkpoint by renaming it; in a bucket, with ``commit_success.txt``.
-The manifest detects damage, because Orbax loads flipped bits; see `dlm_jax.store.manifest`. Only
+Orbax loads most files with flipped bits without an error. The manifest therefore has a checksum of
+the numbers of every array, which is compared when the arrays are on their devices: every byte is
+read once, for any mesh and any number of processes. The manifest itself ends with its CRC32. Only
 this file uses Orbax.
-
-`LocalCheckpoints` are on a disk of each host, for a restart without the shared directory or bucket.
-The emergency manager of Orbax restores from another slice only, so a manager for each process
-saves the shards of its devices there. If a host or the mesh has changed, so that a process lacks
-shards, the checksums differ and no local checkpoint is used.
 """
 
 from __future__ import annotations
@@ -22,36 +19,38 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import importlib.metadata
 import json
 import logging
 import os
 import re
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from dlm_jax.distributed.partitions import map_named, named_leaves
 from dlm_jax.distributed.processes import gathered, on_first_process
 from dlm_jax.store.files import AnyPath, Damaged, is_remote, located, remove_tree, said, sync
-from dlm_jax.store.manifest import (
+from dlm_jax.store.weights import (
+    SUFFIX,
     Leaves,
     Place,
-    check_not_quantised,
-    check_same_leaves,
-    checksums,
     describe,
+    load_weights,
     nested,
-    new_manifest,
-    read_manifest,
+    path_of_model,
+    read_meta,
+    spell,
     without_custom_heads,
 )
-from dlm_jax.store.weights import SUFFIX, load_weights, path_of_model, read_meta
 
 Report = Callable[[str], None]
 
@@ -60,6 +59,9 @@ _DELETED = ".deleted"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 _LEFTOVER_NAME = re.compile(rf"step_\d{{8,}}\.orbax-checkpoint-tmp.*|\{_DELETED}")
 _PATIENCE_SECONDS = 1800
+FORMAT = 2
+_BUCKETS = ("gs://",)
+"""The schemes that Orbax writes; other URLs would become directories on a disk."""
 
 
 class Restored(NamedTuple):
@@ -131,10 +133,11 @@ class Checkpoints:
         Raises:
           OSError: this or the previous save failed, for example on a full disk.
         """
-        _check_saveable(step, state, meta)
-        self.wait()
+        if step < 0:
+            raise ValueError(f"step={step} cannot be saved; steps start at 0")
         manifest = new_manifest(state, meta)
-        if not self._on_writer(lambda: self._make_room(step)):
+        self.wait()
+        if not on_first_process(lambda: self._make_room(step)):
             return False
         with _failures_of_writing(step_path(self.directory, step)):
             if self._manager is None:
@@ -166,7 +169,7 @@ class Checkpoints:
         with _failures_of_writing(step_path(self.directory, step)):
             if jax.process_index() != 0:
                 finish()
-            self._on_writer(finish_and_clear)
+            on_first_process(finish_and_clear)
 
     def close(self, *, together: bool = True) -> None:
         """Ends all threads, and waits for a save in progress and other processes if `together`."""
@@ -205,7 +208,7 @@ class Checkpoints:
 
         def read(path: Path, manifest: dict[str, Any]) -> Any:
             check_same_leaves(leaves, manifest["leaves"], path)
-            return _read_arrays(path, abstract_state, manifest, self._handler())
+            return _read_arrays(path, abstract_state, manifest)
 
         return self.read(read, step=step, report=report)
 
@@ -221,20 +224,22 @@ class Checkpoints:
         `read` receives the path and the manifest of a checkpoint; for the rest see `restore`.
         """
         self.wait()
-        candidates, skipped = self._candidates(step)
-        for found, manifest in candidates:
+        known, damaged = set(self._damaged), self._damaged
+        for number, manifest in on_first_process(lambda: self._candidates(step)):
             try:
-                state = read(step_path(self.directory, found), manifest)
+                state = read(step_path(self.directory, number), manifest)
             except Damaged as error:
-                self._damaged[found] = str(error)
-                skipped.append(str(error))
+                damaged[number] = str(error)
                 continue
             if jax.process_index() == 0:
-                for reason in skipped:
-                    line = f"damaged checkpoint: {reason}; using step {found} instead"
+                # Damage older than the newest usable checkpoint does no harm.
+                for at in sorted({at for at in damaged if at > number} - known, reverse=True):
+                    line = f"damaged checkpoint: {damaged[at]}; using step {number} instead"
                     (report or warnings.warn)(line)
-            return Restored(found, state, manifest["meta"])
-        raise _none_usable(self.directory, skipped, step)
+            return Restored(number, state, manifest["meta"])
+        remedy = "restart in another directory" if step is None else "try another step"
+        reason = damaged.get(max(damaged, default=0) if step is None else step, "all are damaged")
+        raise Damaged(f"no usable checkpoint in {self.directory}: {reason}; {remedy}")
 
     def remove_from(self, step: int) -> None:
         """Deletes the complete checkpoints of `step` and later steps."""
@@ -246,25 +251,69 @@ class Checkpoints:
                     _remove(step_path(self.directory, later))
 
         self.wait()
-        self._on_writer(remove)
+        on_first_process(remove)
 
-    def _candidates(self, step: int | None) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
-        """The intact manifests, newest first, and lines about the others; see `_readable`."""
-        return on_first_process(lambda: _readable(self.directory, step, self._damaged))
+    def _candidates(self, step: int | None) -> list[tuple[int, dict[str, Any]]]:
+        """The checkpoints with an intact manifest, newest first; the others are marked as damaged.
 
-    def _on_writer(self, decide: Callable[[], Any]) -> Any:
-        return on_first_process(decide)
-
-    def _handler(self) -> Any:
-        return ocp.PyTreeCheckpointHandler()
+        Raises `ValueError` if there is no checkpoint, or if the checkpoints are of several runs.
+        """
+        root, runs, candidates = self.directory, {}, []
+        # A checkpoint that is not complete is unfinished in a bucket, but damaged on a disk.
+        steps = self.steps() if is_remote(root) else _listed_steps(root)
+        if not steps:
+            is_step = _STEP_NAME.fullmatch(root.name)
+            raise ValueError(
+                f"{root} is a single checkpoint; pass its parent directory, {root.parent}"
+                if is_step
+                else f"checkpoint directory {root} "
+                + ("has no complete checkpoint" if root.exists() else "does not exist")
+                + "; check the path, or train until a checkpoint is complete"
+            )
+        if step is not None and step not in steps:
+            raise ValueError(f"no checkpoint of step={step} in {root}; existing steps are {steps}")
+        for number in reversed(steps) if step is None else [step]:
+            if number in self._damaged:
+                continue
+            try:
+                manifest = read_manifest(step_path(root, number))
+            except Damaged as error:
+                self._damaged[number] = str(error)
+                continue
+            candidates.append((number, manifest))
+            runs.setdefault(manifest["run"], []).insert(0, number)
+        if len(runs) > 1:
+            several = ", ".join(f"{runs[run]} of run {run or 'unnamed'}" for run in reversed(runs))
+            raise ValueError(
+                f"{root} contains checkpoints of several runs (steps {several}); move the "
+                "checkpoints of all but one run elsewhere"
+            )
+        return candidates
 
     def _new_manager(self) -> ocp.CheckpointManager:
-        return _manager(
+        quiet_orbax()
+        remote, modes = is_remote(self.directory), ocp.options.AtomicityMode
+        return _Manager(
             self.directory,
-            keep=self._keep,
-            handler=self._handler(),
-            async_options=ocp.AsyncOptions(
-                timeout_secs=_PATIENCE_SECONDS, post_finalization_callback=self._before_rename
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(),
+                "manifest": ocp.JsonCheckpointHandler(),
+            },
+            options=ocp.CheckpointManagerOptions(
+                step_prefix="step",
+                step_format_fixed_length=8,
+                create=False,
+                save_root_metadata=False,
+                lightweight_initialize=True,
+                preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
+                atomicity_options=ocp.options.AtomicityOptions(
+                    mode=modes.COMMIT_FILE if remote else modes.ATOMIC_RENAME
+                ),
+                # A rename removes a checkpoint at once, and only a link if it is one.
+                todelete_subdir=None if remote else _DELETED,
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=_PATIENCE_SECONDS, post_finalization_callback=self._before_rename
+                ),
             ),
         )
 
@@ -305,121 +354,10 @@ class Checkpoints:
         return True
 
 
-class LocalCheckpoints(Checkpoints):
-    """The checkpoints of each process on a disk of its host.
-
-    Args:
-      directory: directory of the run on a disk of this host.
-      report: called with one line if a save fails, which does not end the run, or if a checkpoint
-        is not usable.
-
-    ``directory`` is the parent of the ``step_*`` directories of this process. Hosts that are killed
-    during a save have the checkpoint before it in common.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], report: Report):
-        index, count = jax.process_index(), jax.process_count()
-        super().__init__(Path(directory).absolute() / f"process_{index}_of_{count}", keep=2)
-        self.report = report
-
-    def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
-        try:
-            return super().save(step, state, meta)
-        except (OSError, ValueError) as error:
-            self.report(f"warning: no local checkpoint ({error}); training continues")
-            return False
-
-    def wait(self) -> None:
-        """Waits until the save in progress is complete, and reports its failure."""
-        try:
-            super().wait()
-        except (OSError, ValueError) as error:
-            self.report(f"warning: no local checkpoint ({error}); training continues")
-
-    def newest(self, abstract_state: Any) -> int | None:
-        """The newest step that every process can restore; None if there is none.
-
-        All processes must call this method at the same point.
-        """
-        leaves = describe(abstract_state, "state")
-        usable = set()
-        for step in set(self.steps()) - set(self._damaged):
-            path = step_path(self.directory, step)
-            try:
-                manifest = read_manifest(path)
-                check_same_leaves(leaves, manifest["leaves"], path)
-                usable.add((step, manifest["run"]))
-            except ValueError as error:
-                self.report(f"the local checkpoint of step {step} is not used: {error}")
-        common = set.intersection(*gathered(usable))
-        return max((step for step, _ in common), default=None)
-
-    def _candidates(self, step: int | None) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
-        return _readable(self.directory, step, self._damaged)
-
-    def _on_writer(self, decide: Callable[[], Any]) -> Any:
-        return decide()
-
-    def _handler(self) -> Any:
-        every_shard = ocp.type_handlers.ArrayHandler(
-            primary_host=None, replica_id=None, use_replica_parallel=False
-        )
-        return ocp.PyTreeCheckpointHandler(
-            multiprocessing_options=_alone(),
-            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                (jax.Array, every_shard)
-            ),
-        )
-
-    def _new_manager(self) -> ocp.CheckpointManager:
-        return _manager(
-            self.directory,
-            keep=self._keep,
-            handler=self._handler(),
-            multiprocessing_options=_alone(),
-            enable_per_process_directory_creation=True,
-        )
-
-
-def _alone() -> Any:
-    me = jax.process_index()
-    return ocp.options.MultiprocessingOptions(
-        primary_host=None, active_processes={me}, barrier_sync_key_prefix=f"local_{me}"
-    )
-
-
 class _Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         # Orbax would tell JAX's preemption service an old step, from a thread; the run tells it.
         return False
-
-
-def _manager(root: Path, *, keep: int, handler: Any, **options: Any) -> ocp.CheckpointManager:
-    quiet_orbax()
-    processes = options.setdefault("multiprocessing_options", ocp.options.MultiprocessingOptions())
-    remote = is_remote(root)
-    modes = ocp.options.AtomicityMode
-    return _Manager(
-        root,
-        item_handlers={
-            "state": handler,
-            "manifest": ocp.JsonCheckpointHandler(multiprocessing_options=processes),
-        },
-        options=ocp.CheckpointManagerOptions(
-            step_prefix="step",
-            step_format_fixed_length=8,
-            create=False,
-            save_root_metadata=False,
-            lightweight_initialize=True,
-            preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-            atomicity_options=ocp.options.AtomicityOptions(
-                mode=modes.COMMIT_FILE if remote else modes.ATOMIC_RENAME
-            ),
-            # A rename removes a checkpoint at once, and only a link if it is one.
-            todelete_subdir=None if remote else _DELETED,
-            **options,
-        ),
-    )
 
 
 def step_path(root: Path, step: int) -> Path:
@@ -429,34 +367,28 @@ def step_path(root: Path, step: int) -> Path:
 def complete_steps(root: Path) -> list[int]:
     """Steps of the complete checkpoints, in ascending order."""
     last = _COMMITTED if is_remote(root) else "manifest/metadata"
-    return [
-        step
-        for step in _listed_steps(root)
-        if any((step_path(root, step) / name).exists() for name in (last, "manifest.json"))
-    ]
+    return [step for step in _listed_steps(root) if (step_path(root, step) / last).exists()]
 
 
 def _listed_steps(root: Path) -> list[int]:
     if not root.is_dir():
         return []
-    remote = is_remote(root)
-    matches = (
-        _STEP_NAME.fullmatch(path.name) for path in root.iterdir() if remote or path.is_dir()
-    )
-    return sorted(int(match[1]) for match in matches if match)
+    names = [path.name for path in root.iterdir() if is_remote(root) or path.is_dir()]
+    return sorted(int(match[1]) for name in names if (match := _STEP_NAME.fullmatch(name)))
 
 
 def _checked_root(directory: str | os.PathLike[str]) -> Path:
     """The absolute path or URL of a directory; raises `ValueError` for a file or dangling link."""
-    path = located(directory)
+    path = cast(Path, located(directory))
     if is_remote(path):
-        if str(path).startswith("s3://"):
-            _let_orbax_reach_s3()
-        return cast(Path, path)
+        if not str(path).startswith(_BUCKETS):
+            raise ValueError(
+                f"Orbax writes no checkpoints to {path}; use gs://, or mount the bucket"
+            )
+        return path
     path = Path(path)
     if os.path.lexists(path) and not path.is_dir():
-        what = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
-        raise ValueError(f"{path} is {what}, not a checkpoint directory; pass a directory")
+        raise ValueError(f"{path} is not a directory; pass a directory of checkpoints")
     return path
 
 
@@ -469,117 +401,31 @@ def _remove(path: Path) -> None:
     located(path).rmtree(missing_ok=True)
 
 
-def _check_saveable(step: int, state: Any, meta: dict[str, Any]) -> None:
-    describe(state, "state")
-    check_not_quantised(state)
-    if step < 0:
-        raise ValueError(f"step={step} cannot be saved; steps start at 0")
-    try:
-        json.dumps(meta)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"meta is not JSON ({error}); use only dicts, lists, strings and numbers"
-        ) from error
-    if jax.process_count() > 1:
-        for name, leaf in named_leaves(state):
-            if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-                raise ValueError(
-                    f"state {name} is in one process only; create the state under "
-                    "jit with shardings over the whole mesh"
-                )
-
-
-def _readable(
-    root: Path, step: int | None, damaged: dict[int, str]
-) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
-    """The manifests of the checkpoints that may be usable, newest first, and the damage of others.
-
-    Raises `ValueError` if there is none, or if the checkpoints belong to several runs.
-    """
-    # A checkpoint that is not complete is unfinished in a bucket, but damaged on a disk.
-    listed = complete_steps(root) if is_remote(root) else _listed_steps(root)
-    if not listed:
-        raise ValueError(_why_empty(root))
-    if step is not None and step not in listed:
-        raise ValueError(f"no checkpoint of step={step} in {root}; existing steps are {listed}")
-    found: list[tuple[int, dict[str, Any]]] = []
-    skipped: list[str] = []
-    runs: dict[str, list[int]] = {}
-    for candidate in reversed(listed) if step is None else [step]:
-        if candidate in damaged:
-            continue
-        try:
-            manifest = read_manifest(step_path(root, candidate))
-        except Damaged as error:
-            damaged[candidate] = str(error)
-            skipped.append(str(error))
-            continue
-        found.append((candidate, manifest))
-        runs.setdefault(manifest["run"], []).insert(0, candidate)
-    if len(runs) > 1:
-        several = ", ".join(
-            f"{of} of run {run or 'unnamed'}"
-            for run, of in sorted(runs.items(), key=lambda item: item[1])
-        )
-        raise ValueError(
-            f"{root} contains checkpoints of several runs (steps {several}); move the checkpoints "
-            f"of all but one run elsewhere"
-        )
-    if not found:
-        raise _none_usable(root, skipped, step)
-    # Damage older than the newest usable checkpoint does no harm.
-    newest = found[0][0]
-    return found, [damaged[s] for s in reversed(listed) if s > newest and damaged.get(s) in skipped]
-
-
-def _none_usable(root: Path, reasons: list[str], step: int | None) -> Damaged:
-    why = reasons[0] if reasons else "all are damaged"
-    remedy = "restart in another directory" if step is None else "try another step"
-    return Damaged(f"no usable checkpoint in {root}: {why}; {remedy}")
-
-
-def _why_empty(root: Path) -> str:
-    if not root.exists():
-        return f"checkpoint directory {root} does not exist; check the path"
-    if _STEP_NAME.fullmatch(root.name):
-        return f"{root} is a single checkpoint; pass its parent directory, {root.parent}"
-    names = [path.name for path in root.iterdir()]
-    if any(_LEFTOVER_NAME.fullmatch(name) for name in names):
-        return f"{root} has only an unfinished checkpoint; train until a checkpoint is complete"
-    if not names:
-        return f"checkpoint directory {root} is empty; train until a checkpoint is written"
-    return f"{root} is not a checkpoint directory (no step_* in it); check the path"
-
-
-def _read_arrays(path: Path, abstract: Any, manifest: dict[str, Any], handler: Any = None) -> Any:
+def _read_arrays(path: Path, abstract: Any, manifest: dict[str, Any]) -> Any:
     """The arrays of `abstract` from a checkpoint, which may have more.
 
     Raises `Damaged` on every process if any process cannot read its shards or if the checksum of
     an array differs.
     """
     quiet_orbax()
-
-    def sharding_of(leaf: Any) -> jax.sharding.Sharding:
-        first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return getattr(leaf, "sharding", None) or first_device
-
-    def restore_arg(leaf: Any) -> ocp.ArrayRestoreArgs:
-        return ocp.ArrayRestoreArgs(
-            sharding=sharding_of(leaf), global_shape=leaf.shape, dtype=leaf.dtype
-        )
-
-    args = ocp.args.PyTreeRestore(
-        abstract, restore_args=jax.tree.map(restore_arg, abstract), partial_restore=True
+    first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None) or first_device, abstract)
+    restore_args = jax.tree.map(
+        lambda leaf, sharding: ocp.ArrayRestoreArgs(
+            sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype
+        ),
+        abstract,
+        shardings,
     )
+    args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)
     damage, arrays, is_alone = "", None, jax.process_count() == 1
     # A bucket can fail once. Several processes must read equally often.
     for is_last in (False, True) if is_alone and is_remote(path) else (True,):
         try:
-            reader = handler or ocp.PyTreeCheckpointHandler()
-            arrays = reader.restore(located(path / "state"), args=args)
+            arrays = ocp.PyTreeCheckpointHandler().restore(located(path / "state"), args=args)
             # Typed keys are restored with an equivalent sharding, but only an equal sharding avoids
             # a recompilation.
-            arrays = jax.device_put(arrays, jax.tree.map(sharding_of, abstract))
+            arrays = jax.device_put(arrays, shardings)
             break
         except Exception as error:  # Orbax raises errors of many kinds for damaged files
             cause: Any = error.__cause__ or error
@@ -590,11 +436,114 @@ def _read_arrays(path: Path, abstract: Any, manifest: dict[str, Any], handler: A
     if not damage:
         wrong = [n for n, value in checksums(arrays).items() if value != manifest["sums"][n]]
         damage = f"{path / 'state'} has a wrong checksum of {wrong[0]}" if wrong else ""
+        if describe(arrays, "state") != describe(abstract, "state"):
+            damage = f"{path / 'state'} has lost the types of its arrays"
         # A process can have its own copy of the file, or of a replicated array.
         damage = next((line for line in gathered(damage) if line), "")
     if damage:
         raise Damaged(damage)
     return arrays
+
+
+def new_manifest(state: Any, meta: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a checkpoint of `state`. Every process must call this function.
+
+    The identity of the run is ``run`` in the metadata, or empty if the metadata has no ``run``.
+    """
+    writers = ("jax", "orbax-checkpoint", "numpy")
+    facts = {
+        "format": FORMAT,
+        "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in writers),
+        "run": meta.get("run", ""),
+        "leaves": describe(state, "state"),
+        "sums": checksums(state),
+        "meta": json.loads(json.dumps(meta)),
+    }
+    return facts | {"crc": _crc_of(facts)}
+
+
+def read_manifest(path: AnyPath) -> dict[str, Any]:
+    """The manifest of the checkpoint at `path`.
+
+    Raises:
+      Damaged: the manifest is missing or has changed.
+      ValueError: another version wrote the checkpoint.
+    """
+    file = path / "manifest" / "metadata"
+    try:
+        facts = json.loads(file.read_bytes())
+        is_intact = facts.pop("crc") == _crc_of(facts)
+    except OSError as error:
+        raise Damaged(f"{file} cannot be read ({error.strerror or error})") from error
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        is_intact = False
+    if not is_intact:
+        raise Damaged(f"{file} has a wrong checksum")
+    if facts["format"] != FORMAT:
+        raise ValueError(
+            f"checkpoint {path} has format {facts['format']}, but this program reads {FORMAT}; "
+            f"use the program that wrote it (with {facts['versions']})"
+        )
+    return facts
+
+
+def _crc_of(facts: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+
+
+_LARGE = 1 << 18
+"""The size from which an array is summed on its devices: a compilation takes as long as this."""
+
+
+def checksums(tree: Any) -> dict[str, int]:
+    """A checksum of the numbers of each array, by path. Every process must call this function.
+
+    The checksum does not depend on the sharding. Every flipped bit changes it.
+    """
+    sums = {}
+    for name, leaf in named_leaves(tree):
+        array = plain(leaf)
+        is_here = array.is_fully_addressable or array.is_fully_replicated
+        is_small = array.size < _LARGE and is_here
+        sums[name] = _sum(np.asarray(array), np) if is_small else _sum_on_devices(array)
+    return {name: int(value) for name, value in sums.items()}
+
+
+def _sum(array: Any, xp: Any) -> Any:
+    """The sum modulo 2^32 of a hash of each number and its index, one-to-one in the number."""
+    if array.dtype == np.bool_:
+        array = array.astype(np.uint8)
+    unsigned = {1: np.uint8, 2: np.uint16}.get(array.dtype.itemsize, np.uint32)
+    words = array.reshape(array.shape or (1,)).view(unsigned).astype(np.uint32)
+    index, stride = xp.zeros((1,) * words.ndim, np.uint32), 1
+    for axis in reversed(range(words.ndim)):
+        along = xp.arange(words.shape[axis], dtype=np.uint32) * np.uint32(stride % 2**32)
+        index = index + xp.expand_dims(
+            along, [other for other in range(words.ndim) if other != axis]
+        )
+        stride *= words.shape[axis]
+    words = (words ^ (index * np.uint32(0x9E3779B9))) * np.uint32(0x85EBCA6B)
+    return xp.sum(words ^ (words >> 15), dtype=np.uint32)
+
+
+_sum_on_devices = jax.jit(functools.partial(_sum, xp=jnp))
+
+
+def check_same_leaves(wanted: Leaves, saved: Leaves, path: AnyPath) -> None:
+    """Raises `ValueError` for the first array that differs."""
+    for name in list(wanted) + list(saved):
+        here, there = wanted.get(name), saved.get(name)
+        if here != there:
+            raise ValueError(
+                f"{name} is {spell(here)} in this run but {spell(there)} in checkpoint {path}; "
+                f"use the training config of the checkpoint, or another directory"
+            )
+
+
+def plain(leaf: Any) -> jax.Array:
+    """The leaf as an array of numbers: the data of a typed key."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else jnp.asarray(leaf)
 
 
 def load_params(
@@ -613,8 +562,8 @@ def load_params(
 
     Args:
       directory: the directory passed to `Checkpoints`, or its parent.
-      abstract_params: maps the metadata to the expected shapes, dtypes and shardings. If None, the
-        saved nested dict is returned, on the first local device.
+      abstract_params: maps the metadata to the expected shapes, dtypes and shardings. If it or its
+        result is None, the saved nested dict is returned, on the first local device.
       step: step of the checkpoint to load, without a fallback; None for the newest usable one.
       place: sharding and dtype of each parameter. Each device reads only its own shards.
       report: called with one line for each damaged checkpoint that is skipped. Default:
@@ -622,46 +571,32 @@ def load_params(
     """
 
     def read(path: Path, manifest: dict[str, Any]) -> Any:
-        return _read_params(path, manifest, abstract_params, place)
+        leaves: Leaves = manifest["leaves"]
+        entry = "ema" if any(name.startswith("ema/") for name in leaves) else "params"
+        saved = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{entry}/")}
+        if not saved:
+            raise ValueError(f"checkpoint {path} has no params; pass one written by train.py")
 
-    _, params, meta = Checkpoints(_root_of(directory), keep=1).read(read, step=step, report=report)
+        def stored(name: str, sharding: Any = None) -> jax.ShapeDtypeStruct:
+            dtype, shape = saved[name]
+            return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
+
+        wanted = {entry: None if abstract_params is None else abstract_params(manifest["meta"])}
+        if wanted[entry] is None:
+            wanted = nested({name: stored(name) for name in saved})
+        else:
+            names = describe(wanted, "abstract_params")
+            check_same_leaves(names, without_custom_heads(saved, names, manifest["meta"]), path)
+        if place is not None:
+            wanted = {entry: map_named(place, wanted[entry])}
+        # The checksums are those of the stored dtypes.
+        given = map_named(lambda name, leaf: stored(name, leaf.sharding), wanted)
+        arrays = _read_arrays(path, given, manifest)
+        return jax.tree.map(lambda array, leaf: array.astype(leaf.dtype), arrays, wanted)[entry]
+
+    checkpoints = Checkpoints(_root_of(directory), keep=1)
+    _, params, meta = checkpoints.read(read, step=step, report=report)
     return params, meta
-
-
-def _read_params(
-    path: Path,
-    manifest: dict[str, Any],
-    abstract_params: Callable[[dict[str, Any]], Any] | None,
-    place: Place | None,
-) -> Any:
-    leaves: Leaves = manifest["leaves"]
-    entry = "ema" if any(name.startswith("ema/") for name in leaves) else "params"
-    saved = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{entry}/")}
-    if not saved:
-        raise ValueError(f"checkpoint {path} has no params; pass one written by train.py")
-
-    def stored(name: str, sharding: Any = None) -> jax.ShapeDtypeStruct:
-        dtype, shape = saved[name]
-        return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
-
-    if abstract_params is None:
-        wanted = nested({name: stored(name) for name in saved})
-    else:
-        wanted = {entry: abstract_params(manifest["meta"])}
-        expected = describe(wanted, "abstract_params")
-        check_same_leaves(expected, without_custom_heads(saved, expected, manifest["meta"]), path)
-    if place is not None:
-        wanted = {entry: map_named(place, wanted[entry])}
-    if all(leaf.dtype == stored(name).dtype for name, leaf in named_leaves(wanted)):
-        return _read_arrays(path, wanted, manifest)[entry]
-
-    def cast_from(name: str, leaf: Any) -> jax.Array:
-        # One array at a time, because the checksum is that of the stored dtype.
-        one = nested({name: stored(name, leaf.sharding)})
-        ((_, array),) = named_leaves(_read_arrays(path, one, manifest))
-        return array.astype(leaf.dtype)
-
-    return map_named(cast_from, wanted)[entry]
 
 
 def _root_of(directory: str | os.PathLike[str]) -> Path:
@@ -687,18 +622,15 @@ def load_any(
         local device in the stored dtype, or in float32 from a file.
       report: called with one line for each damaged checkpoint that is skipped.
     """
-    found = path_of_model(path)
+    path = path_of_model(path)
 
     def abstract(meta: dict[str, Any]) -> Any:
-        assert make_abstract is not None
-        return make_abstract(_checked(meta, found))
+        checked = _checked(meta, path)
+        return None if make_abstract is None else make_abstract(checked)
 
-    wanted = None if make_abstract is None else abstract
-    if Path(found).suffix == SUFFIX:
-        params, meta = load_weights(found, wanted, place=place)
-    else:
-        params, meta = load_params(found, wanted, place=place, report=report)
-    return params, _checked(meta, found)
+    if Path(path).suffix == SUFFIX:
+        return load_weights(path, abstract, place=place)
+    return load_params(path, abstract, place=place, report=report)
 
 
 def load_meta(path: str | os.PathLike[str], *, report: Report | None = None) -> dict[str, Any]:
@@ -710,108 +642,40 @@ def load_meta(path: str | os.PathLike[str], *, report: Report | None = None) -> 
     return _checked(Checkpoints(_root_of(path), keep=1).read_meta(report=report), path)
 
 
-def _checked(meta: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
-    for name in ("config", "tokenizer"):
-        if not isinstance(meta.get(name), dict):
-            raise ValueError(f"{path} does not describe its {name}; load a model from train.py")
-    if not isinstance(meta["config"].get("model"), dict):
-        raise ValueError(f"{path} has a config without [model]; load a model from train.py")
+def _checked(meta: dict[str, Any], path: Any) -> dict[str, Any]:
+    config, tokenizer = meta.get("config"), meta.get("tokenizer")
+    has_model = isinstance(config, dict) and isinstance(config.get("model"), dict)
+    if not has_model or not isinstance(tokenizer, dict):
+        what = "tokenizer" if has_model else "config with [model]"
+        raise ValueError(f"{path} does not describe its {what}; load a model from train.py")
     return meta
 
 
 @contextlib.contextmanager
 def _failures_of_writing(path: AnyPath) -> Iterator[None]:
-    """Converts the `ValueError` that tensorstore raises for a failed write to an `OSError`.
-
-    The errno is read from the message, or `errno.EIO` if the message has none. The file name is
-    `path`.
+    """Converts the `ValueError` that tensorstore raises for a failed write to an `OSError`, with
+    the errno in its message (default: `errno.EIO`) and `path` as the file name.
     """
     try:
         yield
-    except OSError as error:
-        if error.filename is not None or error.errno is None:
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and (error.filename is not None or error.errno is None):
             raise
-        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
-    except ValueError as error:
-        match = re.search(r"os_error_code='(\d+)'", str(error))
-        if match is not None:
-            raise OSError(int(match[1]), os.strerror(int(match[1])), str(path)) from error
-        raise OSError(errno.EIO, f"cannot be written ({said(error)})", str(path)) from error
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        number = int(code[1]) if code else getattr(error, "errno", None)
+        why = os.strerror(number) if number else f"cannot be written ({said(error)})"
+        raise OSError(number or errno.EIO, why, str(path)) from error
 
 
 @functools.cache
-def _let_orbax_reach_s3() -> None:
-    """Adds ``s3://`` to the schemes for which Orbax makes specs of tensorstore.
-
-    Orbax 0.12.8 has ``gs://`` only and would write arrays to the directory ``s3:`` on a disk.
-    """
-    try:
-        from orbax.checkpoint._src.path import gcs_utils
-        from orbax.checkpoint._src.serialization import tensorstore_utils as specs
-
-        normal, is_gcs = specs._normalize_path, specs._use_gcs_driver
-        spec_of = gcs_utils.get_kvstore_for_gcs
-        specs._normalize_path = lambda path: normal(path).replace("s3:/", "s3://")
-        specs._use_gcs_driver = lambda path: path.startswith("s3://") or is_gcs(path)
-        gcs_utils.get_kvstore_for_gcs = lambda path: (
-            _s3_spec(path) if path.startswith("s3://") else spec_of(path)
-        )
-        is_s3 = specs.build_kvstore_tspec("s3://bucket/path")["base"]["driver"] == "s3"
-    except (ImportError, AttributeError, KeyError, TypeError, ValueError):
-        is_s3 = False
-    if not is_s3:
-        raise ValueError(
-            f"s3:// does not work with orbax-checkpoint {ocp.__version__}; use version 0.12.8, or "
-            "mount the bucket"
-        )
-
-
-def _s3_spec(url: str) -> dict[str, Any]:
-    """The tensorstore spec of a path in S3.
-
-    Endpoint and credentials are passed explicitly, because tensorstore ignores the endpoint in the
-    environment and logs its search for credentials.
-    """
-    bucket, _, path = url.removeprefix("s3://").partition("/")
-    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if endpoint:
-        spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
-    if "AWS_ACCESS_KEY_ID" in os.environ:
-        spec["aws_credentials"] = {"type": "environment"}
-    return spec
-
-
 def quiet_orbax() -> None:
-    """Limits the logs of Orbax to warnings."""
-    # Orbax logs every save at INFO through absl. Orbax also logs errors in its threads and of
-    # parallel reads and writes, although its calls raise the first of the same errors.
-    logging.getLogger("absl").setLevel(logging.WARNING)
+    """Hides the logs of Orbax, and errors of reads that end late: its calls raise the first one."""
     for name in ("absl", "asyncio"):
-        logger = logging.getLogger(name)
-        if _is_not_raised_too not in logger.filters:
-            logger.addFilter(_is_not_raised_too)
-    _ignore_late_reads()
-
-
-@functools.cache
-def _ignore_late_reads() -> None:
-    """Hides the errors of reads that end after Orbax has raised the error of another one."""
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     print_error = sys.unraisablehook
 
     def hook(late: Any) -> None:
-        text = str(late.exc_value)
-        if text != "Event loop is closed" and "TensorStore" not in text:
+        if not re.search("Event loop is closed|TensorStore", str(late.exc_value)):
             print_error(late)
 
     sys.unraisablehook = hook
-
-
-def _is_not_raised_too(record: logging.LogRecord) -> bool:
-    if record.name == "asyncio":
-        ours = "orbax|TensorStore|Error (opening|reading|writing)"
-        return re.search(ours, record.getMessage()) is None
-    if record.getMessage().startswith(("Waiting for previous save", "Global object size")):
-        return False
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname

@@ -74,23 +74,15 @@ def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
     """Converts errors from a bucket or disk to a `ValueError` that names the location."""
     try:
         yield
-    except PermissionError as error:
-        raise ValueError(
-            f"{what}={location} is not allowed ({said(error)}); check the read and write "
-            f"permissions"
-        ) from None
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{what}={location} does not exist ({said(error)}); check the bucket and the path"
-        ) from None
     except ValueError:
         raise
     except Exception as error:
         if is_full(error) or not (is_remote(location) or isinstance(error, OSError)):
             raise
+        why = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be reached"
         raise ValueError(
-            f"{what}={location} cannot be reached ({said(error)}); check the network, the "
-            "credentials and the endpoint"
+            f"{what}={location} {why} ({said(error)}); check the path, the permissions and the "
+            "network"
         ) from None
 
 
@@ -131,37 +123,18 @@ def size_and_crc(path: AnyPath) -> tuple[int, int]:
 
 
 def copy_whole(source: epath.Path, target: epath.Path) -> None:
-    """Copies a file to `target` atomically; each is a local path or in a bucket.
-
-    Raises:
-      OSError: `source` cannot be read, or `target` cannot be written. The error names that file.
-    """
+    """Copies a file to `target` atomically; each is a local path or in a bucket."""
     with source.open("rb") as read, replacing(target) as written:
-        while chunk := _read(read, source):
-            written.write(chunk)
-
-
-def _read(file: IO[bytes], path: AnyPath) -> bytes:
-    try:
-        return file.read(_CHUNK)
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        shutil.copyfileobj(read, written, _CHUNK)
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[IO[bytes]]:
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Opens a new file that replaces `path` atomically when the block ends, after a sync to disk.
 
     After an error, a kill or a power failure, the file has either its old or its new content, also
-    in a bucket. If `path` is a link, the link is kept and its target is replaced.
-
-    Args:
-      path: path of the file, or a URL.
-      temporary: path of the new file, in the same directory. No other caller may use this path, and
-        the caller must remove leftovers of killed processes. By default, a new name is used, and
-        leftovers are removed after an hour.
+    in a bucket. If `path` is a link, the link is kept and its target is replaced. The temporary
+    files of killed processes are removed after an hour.
 
     Raises:
       OSError: the file cannot be written; the error names `path`. An `OSError` from the block that
@@ -180,7 +153,7 @@ def replacing(path: str | os.PathLike[str], temporary: Path | None = None) -> It
         file.close()
         return
     target = Path(os.path.realpath(path))
-    temporary = temporary or target.with_name(f".{target.name}.{secrets.token_hex(4)}.writing")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.writing")
     try:
         for leftover in _leftovers(target):
             with contextlib.suppress(OSError):
@@ -211,16 +184,14 @@ def _object(url: str | os.PathLike[str]) -> Any:
     return system.open(path, "wb")
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes | bytearray) -> None:
+def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     """Replaces the file with `content` atomically; see `replacing`."""
     with replacing(path) as file:
         file.write(content)
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes temporary files left by killed processes that wrote `path`. Call this only if no
-    other process is writing `path`.
-    """
+    """Removes the temporary files of killed processes, if no other process is writing `path`."""
     for leftover in _leftovers(Path(os.path.realpath(path))):
         leftover.unlink(missing_ok=True)
 
@@ -381,40 +352,33 @@ class DirectoryLock:
         self._claims: dict[AnyPath, str] = {}
 
     def lock(self, directory: AnyPath, setting: str) -> bool:
-        """Locks a directory and makes no other change. A second call has no effect.
+        """Locks a directory, or a path in a bucket, and returns whether it is locked; False on a
+        file system without locks and in a bucket. A second call has no effect.
 
-        Args:
-          directory: an existing directory, or a path in a bucket.
-          setting: name of the setting with the directory, for the error message.
-
-        Returns:
-          Whether the directory is locked; False on a file system without locks and in a bucket.
-
-        Raises:
-          ValueError: another process has locked the directory.
+        Raises ValueError with the name of the setting if another process has locked the directory.
         """
         if is_remote(directory):
             return False
-        found = os.stat(directory)
-        place = (found.st_dev, found.st_ino)
+        status = os.stat(directory)
+        place = (status.st_dev, status.st_ino)
         if place in self._descriptors.values():
             return True
         for path, how in ((directory, os.O_RDONLY), (directory / LOCK, os.O_RDWR | os.O_CREAT)):
-            with contextlib.suppress(OSError):
+            try:
                 descriptor = os.open(path, how, 0o644)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    os.close(descriptor)
+            except OSError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._descriptors[descriptor] = place
+                return True
+            except OSError as error:
+                os.close(descriptor)
+                if isinstance(error, BlockingIOError):
                     raise ValueError(
                         f"{setting}={directory} is in use by another run; wait until it ends, or "
                         f"use another {setting}"
                     ) from None
-                except OSError:
-                    os.close(descriptor)
-                    raise
-                self._descriptors[descriptor] = place
-                return True
         return False
 
     def claim(self, directory: AnyPath) -> None:

@@ -60,24 +60,23 @@ def state_bytes(task: Task) -> int:
 def check_model_fits(model: ModelConfig, positions: int, mesh: Mesh) -> None:
     """Raises ValueError if the size of a Transformer axis is not divisible by its mesh axis."""
     context, kind = mesh.shape.get("context", 1), model.attention_type
-    # By axis: what is split, and its size. The pieces of a row contain whole blocks.
-    pieces = 2 * context * model.block_length if kind == "block_causal" else context
+    # By axis: what is split, and its size.
     for axis, name, size, count in (
         ("tensor", "model.heads", model.heads, mesh.shape["tensor"]),
         ("tensor", "inner size of the MLP", model.inner_width, mesh.shape["tensor"]),
         ("fsdp", "model.width", model.width, mesh.shape["fsdp"]),
         ("expert", "model.experts", model.experts, mesh.shape.get("expert", 1)),
-        ("context", "data.seq_len", positions, pieces if context > 1 else 1),
+        ("context", "data.seq_len", positions, context),
     ):
         if size % count or (count > 1 and not size):
             raise ValueError(
                 f"mesh.{axis}={mesh.shape[axis]} does not divide {name}={size}, which must be a "
                 f"multiple of {count}; use another mesh.{axis}"
             )
-    if context > 1 and kind not in ("bidirectional", "block_causal"):
+    if context > 1 and kind != "bidirectional":
         raise ValueError(
-            f"mesh.context={context} requires model.attention_type='bidirectional' or "
-            f"'block_causal', not {kind!r}; use 1"
+            f"mesh.context={context} requires model.attention_type='bidirectional', not {kind!r}; "
+            "use 1"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import pytest
 
 from dlm_jax.contrib.pod_costs.costs import Torus, cost, first_group, moved
@@ -201,20 +200,3 @@ def test_the_estimate_of_a_kernel_replaces_the_bytes_of_its_operands():
     known = {"window": 800.0}
     assert cost(text, RING, "roof", kernels=known).seconds == 700
     assert cost(text, RING, "cycles", kernels=known).seconds == 800
-
-
-@pytest.mark.parametrize(("kernel", "share", "products"), [("fwd", 0.5, 2), ("dkv", 0.25, 4)])
-def test_a_kernel_that_skips_scores_counts_the_share_that_its_scope_names(kernel, share, products):
-    body = (
-        "  %q = bf16[4,128,64]{2,1,0} parameter(0)\n  %k = bf16[4,256,64]{2,1,0} parameter(1)\n"
-        f"  ROOT %splash_{kernel}.1 = bf16[4,256,64]{{2,1,0}} custom-call(%q, %k), "
-        'custom_call_target="tpu_custom_call", metadata={op_name="f/SCOPE/splash"}'
-    )
-
-    def scoped(x):
-        with jax.named_scope("scores_5000_2500_of_10000"):  # as the kernels write it
-            return x + 1
-
-    scope = str(jax.make_jaxpr(scoped)(1.0).eqns[0].source_info.name_stack)
-    found = cost(_main(body.replace("SCOPE", scope)), RING)
-    assert found.flops == 2 * products * 4 * 128 * 256 * 64 * share

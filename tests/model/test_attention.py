@@ -19,7 +19,7 @@ from dlm_jax.config import MeshConfig
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.model import ops
 from dlm_jax.model.attention import BesideClean, InBlocks, attend_beside_clean
-from dlm_jax.model.kernels import cpu, mosaic, splash
+from dlm_jax.model.kernels import mosaic, splash
 from dlm_jax.model.kernels.mosaic import mosaic_window
 from dlm_jax.model.kernels.splash import splash_attention
 from dlm_jax.model.kernels.triton import (
@@ -28,7 +28,7 @@ from dlm_jax.model.kernels.triton import (
     triton_window,
     visible_tiles,
 )
-from dlm_jax.model.ops import causal, plain_attention
+from dlm_jax.model.ops import causal
 from dlm_jax.types import live_positions
 
 MASKS = {"bidirectional": None, "causal": causal, "blocks": InBlocks(40)}
@@ -54,15 +54,19 @@ def _oracle(q, k, v, length_B, may_see):
     return y
 
 
-def _forms():
-    def exact(q, k, v, is_live_BM, *, may_see):
-        place = jnp.arange(POSITIONS)
-        is_seen = True if may_see is None else may_see(place[:, None], place[None])[None]
-        return cpu.attention_where(q, k, v, is_live_BM[:, None, :] & is_seen)
+def _formula(platform):
+    def run(*given, may_see):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "platform", lambda: platform)
+            return ops.formula_attention(*given, may_see=may_see)
 
+    return run
+
+
+def _forms():
     return {
-        "cpu": exact,
-        "plain": plain_attention,
+        "cpu": _formula("cpu"),
+        "plain": _formula("other"),
         "splash": lambda *a, **k: splash_attention(*a, **k, interpret=True),
         "triton": lambda *a, **k: triton_attention(*a, **k, interpret=True),
     }
@@ -73,7 +77,7 @@ def _forms():
 def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(
     mask, num_groups, monkeypatch
 ):
-    # Several tiles of the splash kernel, of twice as many keys as queries without a mask.
+    # Several tiles of the splash kernel.
     monkeypatch.setattr(splash, "_MAX_BLOCK", 128)
     monkeypatch.setattr(devices, "num_cores", lambda: 2)
     inputs, length_B, g = _inputs(num_groups)
@@ -94,26 +98,6 @@ def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(
     for name in gradients:
         for mine, theirs in zip(gradients[name], gradients["cpu"], strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-4, err_msg=name)
-
-
-def test_the_plain_form_computes_some_queries_at_a_time_where_all_scores_would_not_fit(
-    monkeypatch,
-):
-    inputs, length_B, g = _inputs(2)
-
-    is_live = live_positions(jnp.maximum(length_B, 1), POSITIONS)
-
-    def run(*inputs):
-        return plain_attention(*inputs, is_live, may_see=causal)
-
-    expected, pull = jax.vjp(run, *inputs)
-    gradients = pull(g)
-    monkeypatch.setattr(ops, "_MAX_SCORES", ROWS * HEADS * POSITIONS**2 // 2)
-    assert "scan" in str(jax.make_jaxpr(run)(*inputs))
-    found, pull = jax.vjp(run, *inputs)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    for mine, theirs in zip(pull(g), gradients, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 # Masks of rows of four tiles, the number of streams of keys, and the number of visible tiles.
@@ -156,11 +140,6 @@ def test_kernels_compute_only_tiles_with_a_visible_pair(what, monkeypatch):
     masked, streams, expected = SPARSE[what]
     assert visible_tiles(4 * TILE, streams * 4 * TILE, masked(TILE)).sum() == expected
     assert _tiles_of_splash(monkeypatch, masked(1024), streams) == [expected, expected]
-
-
-@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 4 * 2), ("float32", 4 * 4)])
-def test_tiles_without_a_mask_are_long_if_they_fit(dtype, expected, monkeypatch):
-    assert _tiles_of_splash(monkeypatch, None, dtype=dtype) == [expected, expected]
 
 
 @pytest.mark.parametrize(
@@ -209,9 +188,9 @@ def _traced(platform: str, dtype, positions: int = 256, size: int = 64, form=_BI
 
 
 def test_the_devices_in_use_choose_the_form(monkeypatch):
-    def cudnn(q_BLHK, *_, is_causal):
+    def cudnn(q_BLHK, *rest):
         """Where there is no GPU, its own form cannot be traced."""
-        assert not is_causal
+        assert not rest[-1]
         return jax.jit(lambda cudnn: cudnn)(q_BLHK)
 
     monkeypatch.setattr(ops, "cudnn_attention", cudnn)
@@ -249,46 +228,6 @@ def test_on_a_gpu_no_array_of_masked_attention_has_all_pairs():
         math.prod(map(int, x[:-1].split("x"))) for x in re.findall(r"tensor<((?:\d+x)+)", text)
     ]
     assert max(sizes) < positions**2 / 4
-
-
-@pytest.mark.parametrize("what", ["causal", "blocks", "two streams"])
-def test_off_cpu_every_kind_of_model_sees_what_it_sees_on_a_cpu(monkeypatch, what):
-    inputs, length_B, _ = _inputs(2)
-
-    def run():
-        if what == "two streams":
-            streams = [jnp.concatenate([x, x[::-1]]) for x in inputs]
-            return attend_beside_clean(*streams, length_B, block_length=40)
-        if what == "blocks":
-            return ops.attention(*inputs, length_B, may_see=InBlocks(40))
-        return ops.attention(*inputs, length_B, may_see=causal)
-
-    expected = run()
-    monkeypatch.setattr(ops, "platform", lambda: "other")
-    is_live = np.asarray(live_positions(length_B, POSITIONS))
-    is_live = np.concatenate([is_live] * (len(expected) // ROWS))
-    np.testing.assert_allclose(run()[is_live], expected[is_live], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("num_queries", "num_seen"), [(1, 1), (3, 3), (9, 1)])
-def test_a_window_on_a_tpu_has_the_values_of_the_formula(num_queries, num_seen, monkeypatch):
-    """With few queries padded, and the total as a product."""
-    draw = np.random.default_rng(3).normal
-    q = jnp.asarray(draw(size=(2, num_queries, 4, 8)), jnp.float32)
-    kept, own = (
-        tuple(jnp.asarray(draw(size=(2, 2, size, 8)), jnp.float32) for _ in range(2))
-        for size in (5, num_queries)
-    )
-    seen = tuple(
-        jnp.where(jnp.asarray(draw(size=(2, 1, num_seen, size)) < 1), 0.0, -1e30)
-        for size in (5, num_queries)
-    )
-    seen = tuple(jnp.tile(x, (1, 1, 2 if num_seen > 1 else 1, 1)) for x in seen)
-    found = {}
-    for place in ("cpu", "tpu"):
-        monkeypatch.setattr(ops, "platform", lambda place=place: place)
-        found[place] = ops.window_attention(q, kept, own, seen)
-    np.testing.assert_allclose(found["tpu"], found["cpu"], rtol=1e-5, atol=1e-6)
 
 
 # The kernels of a window, by platform.
@@ -342,81 +281,6 @@ def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(
         interpret=True,
     )
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
-
-
-def _turned_inputs(rows: int, positions: int, heads: int, size: int, *, is_shared: bool):
-    draw = np.random.default_rng(5)
-    x = jnp.asarray(draw.normal(size=(rows, positions, heads, size)), jnp.bfloat16)
-    angle = draw.uniform(size=(*([] if is_shared else [rows]), positions, size // 2))
-    cos, sin = (jnp.asarray(of(angle), jnp.float32) for of in (np.cos, np.sin))
-    return x, cos, sin, jnp.asarray(draw.uniform(0.5, 2, size), jnp.float32)
-
-
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize(
-    ("positions", "is_shared", "mesh"),
-    [(70, True, None), (70, False, None),
-     pytest.param(64, True, {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
-     (64, False, {"data": 2, "tensor": 2, "context": 2})],
-)  # fmt: skip
-def test_the_rotary_kernel_and_its_gradients_are_those_of_the_formula(
-    positions, is_shared, mesh, has_norm, monkeypatch
-):
-    """In tiles of positions, with angles of each row or of all, and on several devices.
-
-    The formula is computed in float32 throughout.
-    """
-    monkeypatch.setattr(mosaic, "_MAX_ELEMENTS", 32 * 4 * 128)
-    x, cos, sin, scale = _turned_inputs(2, positions, 4, 128, is_shared=is_shared)
-    given = (x, cos, sin, scale) if has_norm else (x, cos, sin)
-    g = jnp.asarray(np.random.default_rng(6).normal(size=x.shape), jnp.bfloat16)
-
-    def run(*given):
-        y, pull = jax.vjp(lambda *a: ops.rotate_heads(*a, epsilon=1e-5), *given)
-        gradients = pull(g.astype(y.dtype))
-        return y, gradients[0], *gradients[3:]
-
-    expected = run(x.astype(jnp.float32), *given[1:])
-    calls = []
-
-    def interpreted(kernel, *given, **more):
-        calls.append(given[0].shape)
-        return kernel(*given, **more, interpret=True)
-
-    for kernel in (mosaic.mosaic_turned, mosaic.mosaic_turned_gradients):
-        monkeypatch.setattr(mosaic, kernel.__name__, functools.partial(interpreted, kernel))
-    monkeypatch.setattr(ops, "platform", lambda: "tpu")
-    if mesh is None:
-        found = run(*given)
-        assert calls == 2 * [(2, positions, 4 * 128)]
-    else:
-        devices_ = jax.devices()[: math.prod(mesh.values())]
-        placed = make_mesh(MeshConfig(**mesh), devices_)
-
-        def on_mesh(*given):
-            with devices.used(placed):
-                return run(*given)
-
-        found = jax.jit(on_mesh)(*jax.device_put(given, NamedSharding(placed, PartitionSpec())))
-        assert calls == 2 * [(1, positions // mesh.get("context", 1), 2 * 128)]
-    for one, other, tolerance in zip(found, expected, (1e-2, 1e-2, 1e-4), strict=False):
-        np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("platform", "dtype", "positions", "size", "angles", "has_kernel"),
-    [("tpu", jnp.bfloat16, 8, 128, 64, True), ("tpu", jnp.bfloat16, 8, 256, 128, True),
-     ("tpu", jnp.bfloat16, 7, 128, 64, False), ("tpu", jnp.float32, 8, 128, 64, False),
-     ("tpu", jnp.bfloat16, 8, 64, 32, False), ("tpu", jnp.bfloat16, 8, 128, 32, False),
-     ("gpu", jnp.bfloat16, 8, 128, 64, False), ("cpu", jnp.bfloat16, 8, 128, 64, False)],
-)  # fmt: skip
-def test_heads_without_a_rotary_kernel_are_turned_by_the_formula(
-    platform, dtype, positions, size, angles, has_kernel
-):
-    x, table = jnp.zeros((1, positions, 2, size), dtype), jnp.zeros((positions, angles))
-    with jax.sharding.use_abstract_mesh(_on(platform)):
-        text = str(jax.make_jaxpr(ops.rotate_heads)(x, table, table))
-    assert ("pallas_call" in text) == has_kernel
 
 
 @pytest.mark.parametrize("platform", KERNELS)

@@ -57,10 +57,10 @@ def test_float16_halves_the_file_and_rounds_to_the_nearest(saved, tmp_path):
 @pytest.mark.parametrize(
     ("meta", "said"),
     [
-        ({"tokenizer": {}}, "does not describe its config"),
-        ({"config": {}, "tokenizer": 3}, "does not describe its tokenizer"),
-        ({"config": {}, "tokenizer": {}}, r"has a config without \[model\]"),
-        ({"config": {"model": 3}, "tokenizer": {}}, r"has a config without \[model\]"),
+        ({"tokenizer": {}}, "does not describe its config with"),
+        ({"config": {"model": {}}, "tokenizer": 3}, "does not describe its tokenizer"),
+        ({"config": {}, "tokenizer": {}}, r"its config with \[model\]"),
+        ({"config": {"model": 3}, "tokenizer": {}}, r"its config with \[model\]"),
     ],
 )
 def test_a_file_that_does_not_say_what_it_holds_is_refused(tmp_path, meta, said):
@@ -118,10 +118,8 @@ X = np.zeros(3, np.float32)
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({"a": X, "a/b": X}, "a/b is nested in another tensor"),
-        ({"a/b": X, "a": X}, "is nested in another tensor"),
-        ({"a": np.zeros(3, np.int8)}, "a has type I8, which is not one of float32, float16"),
-        ({"a": np.zeros(3, np.float64)}, "a has type F64"),
+        ({"a": np.zeros(3, np.int8)}, "a has type int8, which is not one of float32, float16"),
+        ({"a": np.zeros(3, np.float64)}, "a has type float64"),
     ],
 )
 def test_tensors_that_are_no_parameters_are_refused_in_one_line(tmp_path, tensors, said):

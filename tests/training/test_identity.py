@@ -10,7 +10,7 @@ import tiny_run
 
 import dlm_jax.config as configs
 from dlm_jax.store import load_meta, load_params
-from dlm_jax.store.manifest import read_manifest
+from dlm_jax.store.checkpoints import read_manifest
 from dlm_jax.training.metrics import read_records
 from dlm_jax.training.resume import check_metrics, config_of_run
 
@@ -158,6 +158,6 @@ def test_what_is_no_directory_is_refused_before_the_run_begins(tmp_path, name, k
         (out_dir / name).touch()
     else:
         (out_dir / name).symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=rf"{name} is a {kind}, not a checkpoint directory"):
+    with pytest.raises(ValueError, match=rf"{name} is not a directory; pass"):
         tiny_run.run(out_dir, **SHORT)
     assert [path.name for path in out_dir.iterdir()] == [name]

@@ -183,8 +183,6 @@ def test_a_run_of_an_own_network_and_its_file_are_loaded_with_that_network(folde
         assert ended.value.code == 2
         err = capsys.readouterr().err
         assert "was trained with the custom network" in err and err.count("\n") == 1
-    with pytest.raises(ValueError, match="quantize='int8' is not supported with a custom network"):
-        dlm_jax.load(run, network=network, quantize="int8")
 
 
 def test_over_devices_a_network_without_sharding_rules_trains_as_on_one(tmp_path):

@@ -510,7 +510,6 @@ _KERNEL_SHARE = 0.55
 _KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 # A kernel's own estimate of its cost.
 _STATED = re.compile(r'"(flops|bytes_accessed)":"(\d+)"')
-_SHARES = re.compile(r"\bscores_(\d+)_(\d+)_of_10000\b")
 _UNTIMED = frozenset(
     {
         "parameter",
@@ -767,9 +766,7 @@ class _Timeline:
         ]
         if which == "dkv" and len(whole) >= 3:
             count = 5
-        shares = _SHARES.search(operation.source)
-        share = int(shares.group(1 if which == "fwd" else 2)) / 1e4 if shares else 1.0
-        flops = 2.0 * count * queries * keys * width * share
+        flops = 2.0 * count * queries * keys * width
         for size in heads:
             flops *= size
         seconds = flops / (self.torus.chip.flops * _KERNEL_SHARE)

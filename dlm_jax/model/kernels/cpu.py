@@ -17,42 +17,33 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 1024, 8192
 _LARGE_TABLE, _FEW_ROWS = 2**23, 256
 
 
-def splits_table(x_ND: jax.Array, table_VD: jax.Array) -> bool:
-    """Whether `linear_by_rows` is faster than a plain product.
+def block_of(x_ND: jax.Array, table_VD: jax.Array) -> int:
+    """The rows in a block of the table for `linear_by_rows`; 0 if a plain product is as fast.
 
     XLA copies the whole table for a product with 2 or more rows.
     """
-    is_large = table_VD.size >= _LARGE_TABLE and table_VD.shape[0] >= 2 * _SMALLEST_BLOCK
-    return is_large and 1 < x_ND.shape[0] <= _FEW_ROWS
-
-
-@jax.custom_vjp
-def linear_by_rows(x_ND: jax.Array, table_VD: jax.Array) -> jax.Array:
-    """``x @ table.T`` as a batch of products with blocks of the table, which are read in place."""
     num_ids = table_VD.shape[0]
-    most = min(_LARGEST_BLOCK, num_ids // 2)
-    for size in range(most, _SMALLEST_BLOCK - 1, -1):
-        if num_ids % size == 0:
-            table_CUD = table_VD.reshape(-1, size, table_VD.shape[1])
-            x_CND = jnp.broadcast_to(x_ND, (table_CUD.shape[0], *x_ND.shape))
-            y_CUN = lax.dot_general(table_CUD, x_CND, (((2,), (2,)), ((0,), (0,))))
-            return y_CUN.reshape(num_ids, -1).T
-
-    # No equal blocks: each is copied, and the last one overlaps the one before it.
-    def write(number: int, y_VN: jax.Array) -> jax.Array:
-        first = jnp.minimum(number * most, num_ids - most)
-        block_UD = lax.dynamic_slice_in_dim(table_VD, first, most)
-        return lax.dynamic_update_slice_in_dim(y_VN, block_UD @ x_ND.T, first, axis=0)
-
-    y_VN = jnp.zeros((num_ids, x_ND.shape[0]), jnp.result_type(x_ND, table_VD))
-    return lax.fori_loop(0, -(-num_ids // most), write, y_VN).T
+    if table_VD.size < _LARGE_TABLE or not 1 < x_ND.shape[0] <= _FEW_ROWS:
+        return 0
+    sizes = range(min(_LARGEST_BLOCK, num_ids // 2), _SMALLEST_BLOCK - 1, -1)
+    return next((size for size in sizes if num_ids % size == 0), 0)
 
 
-def _linear_by_rows_forward(x_ND, table_VD):
-    return linear_by_rows(x_ND, table_VD), (x_ND, table_VD)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear_by_rows(x_ND: jax.Array, table_VD: jax.Array, size: int) -> jax.Array:
+    """``x @ table.T`` as a batch of products with blocks of the table, which are read in place."""
+    table_CUD = table_VD.reshape(-1, size, table_VD.shape[1])
+    x_CND = jnp.broadcast_to(x_ND, (table_CUD.shape[0], *x_ND.shape))
+    y_CUN = lax.dot_general(table_CUD, x_CND, (((2,), (2,)), ((0,), (0,))))
+    return y_CUN.reshape(table_VD.shape[0], -1).T
 
 
-def _linear_by_rows_backward(given, g_NV):
+def _linear_by_rows_forward(x_ND, table_VD, size):
+    return linear_by_rows(x_ND, table_VD, size), (x_ND, table_VD)
+
+
+def _linear_by_rows_backward(size, given, g_NV):
+    del size
     x_ND, table_VD = given
     return (g_NV @ table_VD).astype(x_ND.dtype), (g_NV.T @ x_ND).astype(table_VD.dtype)
 

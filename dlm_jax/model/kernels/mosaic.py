@@ -1,10 +1,9 @@
-"""Kernels for TPUs: attention of a window beside a cache, and the rotation of heads."""
+"""A kernel for TPUs: attention of a window beside a cache."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,6 @@ _MAX_TOGETHER = 256
 _MAX_BYTES = 2**22
 # Bytes of all tiles and intermediate values of a window.
 _MEMORY = 15 * 2**20
-# Elements of a tile of queries or keys that are rotated.
-_MAX_ELEMENTS = 2**19
 
 
 def mosaic_window(
@@ -160,24 +157,9 @@ def window_fits(
     return tiles + sums + scores <= _MEMORY
 
 
-def _kernel(
-    row_ref,
-    layer_ref,
-    group_ref,
-    q_ref,
-    kept_k_ref,
-    kept_v_ref,
-    k_ref,
-    v_ref,
-    of_kept_ref,
-    of_own_ref,
-    y_ref,
-    sum_ref,
-    top_ref,
-    total_ref,
-    *,
-    num_kept,
-):
+def _kernel(*refs, num_kept):
+    _, _, _, q_ref, kept_k_ref, kept_v_ref, k_ref, v_ref, of_kept_ref, of_own_ref, *rest = refs
+    y_ref, sum_ref, top_ref, total_ref = rest
     groups, shared, queries, size = q_ref.shape
     tile, keys = pl.program_id(3), kept_k_ref.shape[1]
 
@@ -229,151 +211,3 @@ def _tile(number: int, most: int, unit: int) -> int:
     """The size of the tiles, a multiple of `unit`, that share `number` with the least padding."""
     count = pl.cdiv(number, most)
     return pl.cdiv(pl.cdiv(number, count), unit) * unit
-
-
-def mosaic_turned(
-    x_BLD: jax.Array,
-    scale_K: jax.Array | None,
-    cos_BLK: jax.Array,
-    sin_BLK: jax.Array,
-    *,
-    epsilon: float,
-    interpret: bool = False,
-) -> jax.Array:
-    """Computes `dlm_jax.model.ops.rotate_heads`, ``[B, L, H, K]``, and stores every head apart.
-
-    Other programs would store the normalised heads in float32, and the halves of each.
-
-    Args:
-      x_BLD: queries or keys, with the heads of a position side by side. The head size is a multiple
-        of 128.
-      scale_K: scale of the norm; None omits the norm.
-      cos_BLK: cosines of the angles, ``[1 or B, L, K / 2]``.
-      sin_BLK: sines of the angles, ``[1 or B, L, K / 2]``.
-      epsilon: epsilon of the norm.
-      interpret: as in `mosaic_window`.
-    """
-    given = x_BLD, scale_K, cos_BLK, sin_BLK
-    (y_BHLK,) = _rotary(
-        _turn_kernel, *given, outputs=("heads",), epsilon=epsilon, interpret=interpret
-    )
-    return y_BHLK.swapaxes(1, 2)
-
-
-def mosaic_turned_gradients(
-    x_BLD: jax.Array,
-    scale_K: jax.Array | None,
-    cos_BLK: jax.Array,
-    sin_BLK: jax.Array,
-    g_BLHK: jax.Array,
-    *,
-    epsilon: float,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients of `mosaic_turned`, where `g_BLHK` is the gradient of its output.
-
-    Returns the gradient by `x_BLD`, and a float32 array ``[B, T, H, K]`` whose sum over the first
-    three axes is the gradient by `scale_K`.
-    """
-    kernel = functools.partial(_turn_gradients_kernel, num_positions=x_BLD.shape[1])
-    g_x_BLD, terms_BTHK = _rotary(
-        kernel,
-        x_BLD,
-        scale_K,
-        cos_BLK,
-        sin_BLK,
-        g_BLHK.swapaxes(1, 2),
-        outputs=("flat", "terms"),
-        epsilon=epsilon,
-        interpret=interpret,
-    )
-    return g_x_BLD, terms_BTHK
-
-
-def _rotary(
-    kernel: Callable[..., None],
-    x_BLD: jax.Array,
-    scale_K: jax.Array | None,
-    cos_BLK: jax.Array,
-    sin_BLK: jax.Array,
-    *heads_BHLK: jax.Array,
-    outputs: Sequence[str],
-    epsilon: float,
-    interpret: bool,
-) -> Sequence[jax.Array]:
-    """Calls a kernel for tiles of positions of all heads of a row."""
-    num_rows, num_positions, size = *x_BLD.shape[:2], 2 * cos_BLK.shape[2]
-    num_heads = x_BLD.shape[2] // size
-    cos = jnp.concatenate([cos_BLK, cos_BLK], axis=-1)
-    sin = jnp.concatenate([-sin_BLK, sin_BLK], axis=-1)
-    scale = jnp.ones((1, size)) if scale_K is None else scale_K[None]
-    most = _MAX_ELEMENTS // (num_heads * size) // _SUBLANES * _SUBLANES
-    positions = min(num_positions, max(_SUBLANES, most))
-    grid = num_rows, pl.cdiv(num_positions, positions)
-    is_shared = cos.shape[0] == 1
-    blocks = {
-        "flat": pl.BlockSpec((None, positions, x_BLD.shape[2]), lambda b, i: (b, i, 0)),
-        "heads": pl.BlockSpec((None, num_heads, positions, size), lambda b, i: (b, 0, i, 0)),
-        "terms": pl.BlockSpec((None, None, num_heads, size), lambda b, i: (b, i, 0, 0)),
-        "scale": pl.BlockSpec((1, size), lambda b, i: (0, 0)),
-        "table": pl.BlockSpec((None, positions, size), lambda b, i: (0 if is_shared else b, i, 0)),
-    }
-    shapes = {
-        "flat": jax.ShapeDtypeStruct(x_BLD.shape, x_BLD.dtype),
-        "heads": jax.ShapeDtypeStruct((num_rows, num_heads, num_positions, size), x_BLD.dtype),
-        "terms": jax.ShapeDtypeStruct((*grid, num_heads, size), jnp.float32),
-    }
-    kinds = ["flat", "scale", "table", "table", *["heads"] * len(heads_BHLK)]
-    given = x_BLD, scale, cos, sin, *heads_BHLK
-    num_bytes = sum(array.nbytes for array in given)
-    num_bytes += sum(math.prod(shapes[o].shape) * shapes[o].dtype.itemsize for o in outputs)
-    return pl.pallas_call(
-        functools.partial(kernel, epsilon=None if scale_K is None else epsilon),
-        grid=grid,
-        in_specs=[blocks[kind] for kind in kinds],
-        out_specs=[blocks[kind] for kind in outputs],
-        out_shape=[shapes[kind] for kind in outputs],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=num_bytes),
-        interpret=interpret,
-        name="rotary_gradients" if heads_BHLK else "rotary",
-    )(*given)
-
-
-def _turn_kernel(x_ref, scale_ref, cos_ref, sin_ref, y_ref, *, epsilon):
-    size = cos_ref.shape[1]
-    for head in range(y_ref.shape[0]):
-        x_NK = x_ref[:, pl.ds(head * size, size)].astype(jnp.float32)
-        if epsilon is not None:
-            x_NK = x_NK * _per_root(x_NK, epsilon) * scale_ref[...]
-        y_NK = x_NK * cos_ref[...] + pltpu.roll(x_NK, size // 2, 1) * sin_ref[...]
-        y_ref[head] = y_NK.astype(y_ref.dtype)
-
-
-def _turn_gradients_kernel(
-    x_ref, scale_ref, cos_ref, sin_ref, g_ref, g_x_ref, terms_ref, *, epsilon, num_positions
-):
-    heads, positions, size = g_ref.shape
-    for head in range(heads):
-        at, g_NK = pl.ds(head * size, size), g_ref[head].astype(jnp.float32)
-        g_NK = g_NK * cos_ref[...] + pltpu.roll(g_NK * sin_ref[...], size // 2, 1)
-        if epsilon is not None:
-            x_NK = x_ref[:, at].astype(jnp.float32)
-            per_root_N1 = _per_root(x_NK, epsilon)
-            unit_NK = x_NK * per_root_N1
-            terms_NK = g_NK * unit_NK
-            if num_positions % positions:  # positions beyond the row are undefined
-                place_N1 = jax.lax.broadcasted_iota(jnp.int32, (positions, 1), 0)
-                is_own_N1 = pl.program_id(1) * positions + place_N1 < num_positions
-                terms_NK = jnp.where(is_own_N1, terms_NK, 0.0)
-            terms_ref[pl.ds(head, 1)] = jnp.sum(terms_NK, axis=0, keepdims=True)
-            g_NK = g_NK * scale_ref[...]
-            mean_N1 = jnp.mean(g_NK * unit_NK, axis=1, keepdims=True)
-            g_NK = per_root_N1 * (g_NK - unit_NK * mean_N1)
-        g_x_ref[:, at] = g_NK.astype(g_x_ref.dtype)
-    if epsilon is None:
-        terms_ref[...] = jnp.zeros_like(terms_ref)
-
-
-def _per_root(x_NK, epsilon):
-    return jax.lax.rsqrt(jnp.mean(jnp.square(x_NK), axis=1, keepdims=True) + epsilon)

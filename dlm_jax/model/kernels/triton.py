@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -64,13 +64,6 @@ def visible_tiles(num_queries: int, num_keys: int, may_see: MaySee) -> np.ndarra
     return np.stack(rows)
 
 
-def _listed(is_visible: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """The visible tiles of each row of tiles, in order, and their number."""
-    count = is_visible.sum(axis=1)
-    order = np.argsort(~is_visible, axis=1, kind="stable")[:, : count.max()]
-    return jnp.asarray(order, jnp.int32), jnp.asarray(count, jnp.int32)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _attend(q, k, v, is_live, may_see, saved, interpret):
     return _attend_forward(q, k, v, is_live, may_see, saved, interpret)[0]
@@ -78,18 +71,11 @@ def _attend(q, k, v, is_live, may_see, saved, interpret):
 
 def _attend_forward(q, k, v, is_live, may_see, saved, interpret):
     num_rows, num_queries, num_heads, _ = q.shape
-    lists = _listed(visible_tiles(num_queries, k.shape[1], may_see))
-    lse_BHL = jax.ShapeDtypeStruct((num_rows, num_heads, num_queries), jnp.float32)
     shared = num_heads // k.shape[2]
-    y, lse = _call(
-        _forward_kernel,
-        may_see,
-        interpret,
-        q.shape,
-        [*_lists(lists), _tile(q), _whole(k, shared), _whole(v, shared), _row(is_live)],
-        [_tile(q), _numbers()],
-        [jax.ShapeDtypeStruct(q.shape, q.dtype), lse_BHL],
-    )(*lists, q, k, v, is_live)
+    lse = jax.ShapeDtypeStruct((num_rows, num_heads, num_queries), jnp.float32)
+    tiles = _listed(visible_tiles(num_queries, k.shape[1], may_see))
+    given = *tiles, _tile(q), _whole(k, shared), _whole(v, shared), _row(is_live)
+    y, lse = _call(_forward_kernel, may_see, interpret, given, (_tile(q), _numbers(lse)))
     if saved is not None:
         y, lse = checkpoint_name(y, saved), checkpoint_name(lse, saved)
     return y, (q, k, v, is_live, y, lse)
@@ -98,50 +84,18 @@ def _attend_forward(q, k, v, is_live, may_see, saved, interpret):
 def _attend_backward(may_see, saved, interpret, residuals, g):
     del saved
     q, k, v, is_live, y, lse = residuals
-    num_heads, shared = q.shape[2], q.shape[2] // k.shape[2]
+    num_heads, shared, length = q.shape[2], q.shape[2] // k.shape[2], q.shape[1]
     # The mean of the gradients of a query's scores.
     mean = jnp.einsum("blhk,blhk->bhl", y.astype(jnp.float32), g.astype(jnp.float32))
-    is_visible = visible_tiles(q.shape[1], k.shape[1], may_see)
-    lists = _listed(is_visible)
-    g_q = _call(
-        _queries_kernel,
-        may_see,
-        interpret,
-        q.shape,
-        [
-            *_lists(lists),
-            _tile(q),
-            _whole(k, shared),
-            _whole(v, shared),
-            _row(is_live),
-            _tile(g),
-            _numbers(),
-            _numbers(),
-        ],
-        [_tile(q)],
-        [jax.ShapeDtypeStruct(q.shape, q.dtype)],
-    )(*lists, q, k, v, is_live, g, lse, mean)[0]
-    lists = _listed(is_visible.T)
+    is_visible = visible_tiles(length, k.shape[1], may_see)
+    given = *_listed(is_visible), _tile(q), _whole(k, shared), _whole(v, shared), _row(is_live)
+    given = *given, _tile(g), _numbers(lse), _numbers(mean)
+    (g_q,) = _call(_queries_kernel, may_see, interpret, given, (_tile(q),))
     of_heads = (*k.shape[:2], num_heads, k.shape[3])
     per_head = jax.ShapeDtypeStruct(of_heads, jnp.float32 if shared > 1 else k.dtype)
-    g_k, g_v = _call(
-        _keys_kernel,
-        may_see,
-        interpret,
-        of_heads,
-        [
-            *_lists(lists),
-            _whole(q),
-            _tile(k, shared),
-            _tile(v, shared),
-            _row(is_live, TILE),
-            _whole(g),
-            _numbers(q.shape[1]),
-            _numbers(q.shape[1]),
-        ],
-        [_tile(q), _tile(q)],
-        [per_head, per_head],
-    )(*lists, q, k, v, is_live, g, lse, mean)
+    given = *_listed(is_visible.T), _whole(q), _tile(k, shared), _tile(v, shared)
+    given = *given, _row(is_live, TILE), _whole(g), _numbers(lse, length), _numbers(mean, length)
+    g_k, g_v = _call(_keys_kernel, may_see, interpret, given, (_tile(per_head), _tile(per_head)))
     if shared > 1:
         g_k, g_v = (x.reshape(*k.shape[:3], shared, -1).sum(axis=3) for x in (g_k, g_v))
     return g_q, g_k.astype(k.dtype), g_v.astype(v.dtype), None
@@ -149,57 +103,61 @@ def _attend_backward(may_see, saved, interpret, residuals, g):
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
+Operand = tuple[pl.BlockSpec, Any]
+"""An array, or the shape of an output, and the block of it that one program of the grid reads."""
+
 
 def _call(
     kernel: Any,
     may_see: MaySee,
     interpret: bool,
-    shape: tuple[int, ...],
-    in_specs: Any,
-    out_specs: Any,
-    out_shape: Any,
+    given: Sequence[Operand],
+    outputs: Sequence[Operand],
 ) -> Any:
-    """The kernel on a grid of the tiles, rows and heads of an array ``[B, L, H, K]``."""
+    """The kernel on a grid of the tiles, rows and heads of its first output, ``[B, L, H, K]``."""
+    num_rows, num_positions, num_heads, _ = outputs[0][1].shape
     return pl.pallas_call(
         functools.partial(kernel, may_see=may_see),
-        grid=(shape[1] // TILE, shape[0], shape[2]),
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=out_shape,
+        grid=(num_positions // TILE, num_rows, num_heads),
+        in_specs=[spec for spec, _ in given],
+        out_specs=[spec for spec, _ in outputs],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in outputs],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="masked_attention" + kernel.__name__.removesuffix("_kernel"),
+    )(*(x for _, x in given))
+
+
+def _listed(is_visible: np.ndarray) -> tuple[Operand, Operand]:
+    """The visible tiles of each row of tiles, in order, and their number."""
+    count = is_visible.sum(axis=1)
+    order = np.argsort(~is_visible, axis=1, kind="stable")[:, : count.max()]
+    return (
+        (pl.BlockSpec((None, order.shape[1]), lambda i, b, h: (i, 0)), jnp.asarray(order, "int32")),
+        (pl.BlockSpec((1,), lambda i, b, h: (i,)), jnp.asarray(count, "int32")),
     )
 
 
-def _lists(lists: tuple[jax.Array, jax.Array]) -> list[pl.BlockSpec]:
-    width = lists[0].shape[1]
-    return [
-        pl.BlockSpec((None, width), lambda i, b, h: (i, 0)),
-        pl.BlockSpec((1,), lambda i, b, h: (i,)),
-    ]
-
-
-def _tile(x: jax.Array, shared: int = 1) -> pl.BlockSpec:
+def _tile(x: Any, shared: int = 1) -> Operand:
     """A tile of one head of ``[B, L, H / shared, K]``."""
     size = x.shape[3]
-    return pl.BlockSpec((None, TILE, None, size), lambda i, b, h: (b, i, h // shared, 0))
+    return pl.BlockSpec((None, TILE, None, size), lambda i, b, h: (b, i, h // shared, 0)), x
 
 
-def _whole(x: jax.Array, shared: int = 1) -> pl.BlockSpec:
+def _whole(x: Any, shared: int = 1) -> Operand:
     """All positions of one head of ``[B, L, H / shared, K]``."""
     shape = (None, x.shape[1], None, x.shape[3])
-    return pl.BlockSpec(shape, lambda i, b, h: (b, 0, h // shared, 0))
+    return pl.BlockSpec(shape, lambda i, b, h: (b, 0, h // shared, 0)), x
 
 
-def _row(x: jax.Array, size: int | None = None) -> pl.BlockSpec:
+def _row(x: Any, size: int | None = None) -> Operand:
     """All positions, or a tile, of ``[B, L]``."""
-    return pl.BlockSpec((None, size or x.shape[1]), lambda i, b, h: (b, i if size else 0))
+    return pl.BlockSpec((None, size or x.shape[1]), lambda i, b, h: (b, i if size else 0)), x
 
 
-def _numbers(whole: int | None = None) -> pl.BlockSpec:
+def _numbers(x: Any, whole: int | None = None) -> Operand:
     """A tile, or all `whole` positions, of one head of ``[B, H, L]``."""
-    return pl.BlockSpec((None, None, whole or TILE), lambda i, b, h: (b, h, 0 if whole else i))
+    return pl.BlockSpec((None, None, whole or TILE), lambda i, b, h: (b, h, 0 if whole else i)), x
 
 
 def _positions(tile: Any) -> jax.Array:
@@ -257,20 +215,8 @@ def _gradients(scores_NM, g_NK, v_MK, lse_N, mean_N):
     return weights_NM, weights_NM * (_dot(g_NK, v_MK.T) - mean_N[:, None])
 
 
-def _queries_kernel(
-    order_ref,
-    count_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    live_ref,
-    g_ref,
-    lse_ref,
-    mean_ref,
-    g_q_ref,
-    *,
-    may_see,
-):
+def _queries_kernel(*refs, may_see):
+    order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, g_ref, lse_ref, mean_ref, g_q_ref = refs
     q_NK, query_N = q_ref[...], _positions(pl.program_id(0))
     g_NK, lse_N, mean_N = g_ref[...], lse_ref[...], mean_ref[...]
 
@@ -287,21 +233,9 @@ def _queries_kernel(
     g_q_ref[...] = (g_q_NK * q_NK.shape[1] ** -0.5).astype(g_q_ref.dtype)
 
 
-def _keys_kernel(
-    order_ref,
-    count_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    live_ref,
-    g_ref,
-    lse_ref,
-    mean_ref,
-    g_k_ref,
-    g_v_ref,
-    *,
-    may_see,
-):
+def _keys_kernel(*refs, may_see):
+    order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, *rest = refs
+    g_ref, lse_ref, mean_ref, g_k_ref, g_v_ref = rest
     k_MK, v_MK, is_live_M = k_ref[...], v_ref[...], live_ref[...]
     key_M = _positions(pl.program_id(0))
 
@@ -368,18 +302,8 @@ def triton_window(
     y: jax.Array = pl.pallas_call(
         functools.partial(_window_kernel, news=news),
         grid=(num_rows, num_groups, q.shape[2] // queries),
-        in_specs=[
-            number,
-            number,
-            number,
-            tile,
-            pl.no_block_spec,
-            pl.no_block_spec,
-            new,
-            new,
-            bias(of_kept),
-            bias(of_own),
-        ],
+        in_specs=[number] * 3
+        + [tile, pl.no_block_spec, pl.no_block_spec, new, new, bias(of_kept), bias(of_own)],
         out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
@@ -389,21 +313,9 @@ def triton_window(
     return ungrouped(y[:, :, :num_queries], q_BWHK)
 
 
-def _window_kernel(
-    row_ref,
-    layer_ref,
-    group_ref,
-    q_ref,
-    kept_k_ref,
-    kept_v_ref,
-    k_ref,
-    v_ref,
-    of_kept_ref,
-    of_own_ref,
-    y_ref,
-    *,
-    news,
-):
+def _window_kernel(*refs, news):
+    row_ref, layer_ref, group_ref, q_ref, kept_k_ref, kept_v_ref, *rest = refs
+    k_ref, v_ref, of_kept_ref, of_own_ref, y_ref = rest
     row, layer, group = row_ref[0], layer_ref[0], group_ref[0] + pl.program_id(1)
     q_NK, num_kept = q_ref[...], of_kept_ref.shape[-1]
 
