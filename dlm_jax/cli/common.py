@@ -21,6 +21,7 @@ import jax
 import dlm_jax.config as configs
 from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts
 from dlm_jax.config import MeshConfig, SamplingParams
+from dlm_jax.distributed.processes import HEARTBEAT_SECONDS
 from dlm_jax.inference.candidates import HostSampler, shown
 from dlm_jax.inference.model import Model, load
 from dlm_jax.sampling.params import PRESETS
@@ -29,8 +30,6 @@ from dlm_jax.settings import UNSET, Rule, SettingError, nearest
 from dlm_jax.store import not_finite
 from dlm_jax.store.weights import DEFAULT, SHIPPED
 
-# Seconds until JAX detects a lost host; `distributed.processes.Watch` is faster.
-_HEARTBEAT = 50
 
 CHECKPOINT = (
     "a run, a weights file, a published directory, a Hub id (org/name or org/name@revision), "
@@ -136,8 +135,8 @@ def join_hosts(args: argparse.Namespace) -> None:
             args.coordinator,
             args.num_processes,
             args.process_id,
-            heartbeat_timeout_seconds=_HEARTBEAT,
-            shutdown_timeout_seconds=_HEARTBEAT,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except (RuntimeError, ValueError) as error:
         raise ValueError(

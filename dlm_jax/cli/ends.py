@@ -9,11 +9,10 @@
 5      the output could not be written, for example on a full disk; saved files are kept
 6      out of memory
 70     a bug in the program or in a custom rule; a traceback is printed
-75     another process of the run was lost; the same command resumes the run
 128+n  stopped by signal n: 129 terminal closed, 130 Ctrl-C, 141 pipe closed, 143 SIGTERM
 =====  =======================================================================================
 
-All processes of a run end with the same code.
+If a process of a run fails or is lost, JAX ends the others by signal 6 (134 in a shell).
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class End(enum.IntEnum):
     UNWRITTEN = 5
     NO_MEMORY = 6
     DEFECT = 70
-    LOST = 75
     READER_GONE = 128 + signal.SIGPIPE
     INTERRUPTED = 128 + signal.SIGINT
 

@@ -1,15 +1,4 @@
-"""Agreement between the processes of a run, and detection of lost processes.
-
-Every process sends a heartbeat, so that no host waits for a lost host, and all processes end with
-the same exit code, so that a scheduler never restarts one of them alone.
-
-Collectives block forever if a host is lost. Every process therefore writes an increasing number to
-JAX's coordination service. Process 0 reads the numbers of all processes, and the other processes
-read the number of process 0. A process that fails, or that detects a lost process, writes the
-verdict: an exit code (`EXIT_LOST` for a lost process) and a reason. The first verdict is final, and
-every process that reads it prints one line and exits with its code. If process 0 is lost, the
-coordination service is lost too, and jaxlib ends the other processes.
-"""
+"""Agreement between the processes of a run, and their common end."""
 
 from __future__ import annotations
 
@@ -18,7 +7,6 @@ import json
 import os
 import pickle
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -103,135 +91,11 @@ def check_same_everywhere(facts: dict[str, Any]) -> None:
             )
 
 
-EXIT_LOST = 75
-"""Exit code of the processes that end because another process was lost (temporary failure)."""
+HEARTBEAT_SECONDS = 30
+"""Seconds without a heartbeat after which JAX ends the processes of a run that lost another one."""
 
-PATIENCE = 25.0
-"""Seconds without a heartbeat after which a process is considered lost."""
-
-_INTERVAL = 1.0
-_DONE = "done"
-_ALIVE, _VERDICT = "dlm_jax/alive", "dlm_jax/verdict"
-
-
-class ProcessWatch:
-    """Monitors the other processes in a thread that `start` starts.
-
-    `client` is JAX's client of the coordination service.
-    """
-
-    def __init__(self, client: Any):
-        self._client = client
-        self._me, self._count = jax.process_index(), jax.process_count()
-        self._sign = ""
-        self._seen: dict[int, tuple[str, float]] = {}
-        # Held while this process ends, so that only one of its threads ends it.
-        self._ending = threading.Lock()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def done(self, code: int) -> int:
-        """Reports that this process ended normally with `code`, and waits for the others.
-
-        Returns the code with which all processes end: the largest of their codes.
-        """
-        self._sign = f"{_DONE} {code}"
-        while True:
-            self._say()
-            with contextlib.suppress(Exception):
-                signs = dict(self._client.key_value_dir_get(_ALIVE)).values()
-                codes = [int(sign.split()[1]) for sign in signs if sign.startswith(_DONE)]
-                if len(codes) == self._count:
-                    break
-            time.sleep(_INTERVAL / 10)
-        self._ending.acquire()
-        # The thread ends first: an interpreter that ends while it calls the service aborts.
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(PATIENCE)
-        return max(codes)
-
-    def left(self, code: int) -> int:
-        """Reports that this process failed with `code`.
-
-        Returns the code with which all processes end, once the others have read it.
-        """
-        self._ending.acquire()
-        verdict = self._decide(f"{code} process {self._me} ended with code {code}")
-        self._wait_for_readers()
-        return int(verdict.split()[0])
-
-    def _say(self) -> None:
-        sign = self._sign or str(time.monotonic_ns())
-        with contextlib.suppress(Exception):
-            self._client.key_value_set(f"{_ALIVE}/{self._me}", sign, allow_overwrite=True)
-
-    def _read(self, key: str) -> str:
-        """The value of a key; empty if there is none, or if the service is lost."""
-        with contextlib.suppress(Exception):
-            return self._client.key_value_try_get(key)
-        return ""
-
-    def _decide(self, verdict: str) -> str:
-        """Writes the verdict unless there is one; returns the verdict of all processes."""
-        with contextlib.suppress(Exception):  # raised if there is one
-            self._client.key_value_set(_VERDICT, verdict, allow_overwrite=False)
-        return self._read(_VERDICT) or verdict
-
-    def _watch(self) -> None:
-        while not self._stopped.is_set():
-            self._say()
-            verdict = self._verdict()
-            if verdict and self._ending.acquire(blocking=False):
-                self._end(verdict)
-            self._stopped.wait(_INTERVAL)
-
-    def _verdict(self) -> str:
-        """The verdict of all processes, which may be that another process is lost, or empty."""
-        if verdict := self._read(_VERDICT):
-            return verdict
-        others, signs = [0], {f"{_ALIVE}/0": self._read(f"{_ALIVE}/0")}
-        if self._me == 0:
-            others = range(1, self._count)
-            with contextlib.suppress(Exception):
-                signs = dict(self._client.key_value_dir_get(_ALIVE))
-        now = time.monotonic()
-        for process in others:
-            sign = signs.get(f"{_ALIVE}/{process}", "")
-            before, since = self._seen.setdefault(process, (sign, now))
-            if sign != before:
-                self._seen[process] = (sign, now)
-            elif not sign.startswith(_DONE) and now - since > PATIENCE:
-                reason = f"process {process} sent no heartbeat for {PATIENCE:.0f} s"
-                return self._decide(f"{EXIT_LOST} {reason}")
-        return ""
-
-    def _end(self, verdict: str) -> None:
-        code, _, reason = verdict.partition(" ")
-        remedy = ": the same command resumes" if int(code) == EXIT_LOST else ""
-        sys.stderr.write(
-            f"error: {reason}; process {self._me} of {self._count} also ends{remedy}\n"
-        )
-        sys.stderr.flush()
-        self._wait_for_readers()
-        os._exit(int(code))
-
-    def _wait_for_readers(self) -> None:
-        # The service ends with process 0, so the other processes must read the verdict first.
-        time.sleep((5 if self._me == 0 else 3) * _INTERVAL)
-
-
-def _client() -> Any:
-    """JAX's client of the coordination service, which has no public name; None if not found."""
-    try:
-        from jax._src import distributed
-
-        return distributed.global_state.client
-    except (ImportError, AttributeError):
-        return None
+# The exit code of an error without a known cause.
+_UNKNOWN = 70
 
 
 def run_together(
@@ -239,11 +103,10 @@ def run_together(
     code_of: Callable[[BaseException], int],
     tell: Callable[[BaseException], Any],
 ) -> int:
-    """Runs ``work`` on every process of a run, and returns its exit code, equal on all processes.
+    """Runs ``work`` on every process of a run, and returns the largest of their exit codes.
 
-    If a process of the run is lost or fails, all processes end with one code instead of waiting: a
-    process that fails, with its own; if it is lost, the others with `EXIT_LOST`. A failed process
-    ends without JAX's shutdown barrier, which would wait for the other processes. With a single
+    A process that fails ends with its own code, without JAX's shutdown barrier, which would wait
+    for the others. JAX then ends the others with SIGABRT, as those of a lost process. With a single
     process, this is ``work()``.
 
     Args:
@@ -254,31 +117,19 @@ def run_together(
     # A program that plans for other devices must not start those of this process.
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return work()
-    if (client := _client()) is None:
-        sys.stderr.write(
-            f"warning: jax {jax.__version__} hides its coordination service, so this process waits "
-            "for lost processes; use another version\n"
-        )
-        return work()
-    watch = ProcessWatch(client)
-    watch.start()
     try:
-        code, failed = work(), False
+        return max(gathered(work()))
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        failed = code != 0
     except BaseException as error:
-        code, failed = code_of(error), True
+        code = code_of(error)
         if code == _UNKNOWN:
-            # If another process is the cause, the watch ends this process during the sleep.
-            time.sleep(PATIENCE + 10 * _INTERVAL)
+            # If a lost process is the cause, JAX ends this process during the sleep.
+            time.sleep(HEARTBEAT_SECONDS + 10)
         tell(error)
-    if not failed:
-        return watch.done(code)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(watch.left(code))
-
-
-_UNKNOWN = 70
+    # The coordination service ends with process 0, so processes that fail together end before it.
+    time.sleep(3 if jax.process_index() == 0 else 0)
+    os._exit(code)

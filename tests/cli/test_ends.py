@@ -16,7 +16,6 @@ import toy_model
 
 from dlm_jax.cli import ends, evaluation, exporter, sample
 from dlm_jax.cli.ends import End, NotFiniteError, program, refusals
-from dlm_jax.distributed import processes
 
 ROOT = Path(__file__).parents[2]
 CLI = ROOT / "dlm_jax" / "cli"
@@ -82,8 +81,6 @@ def test_the_codes_differ_and_the_page_and_the_readme_list_them():
     assert {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", page)} == codes | {129, 143}
 
 
-def test_a_lost_process_has_the_code_that_the_watch_gives():
-    assert End.LOST == processes.EXIT_LOST
 
 
 @pytest.fixture(scope="module")

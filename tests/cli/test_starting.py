@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from dlm_jax.cli import common, sample, train
-from dlm_jax.cli.ends import End
+from dlm_jax.cli.ends import End, code_of, end_of
 from dlm_jax.distributed import processes
 from dlm_jax.distributed.processes import run_together
 
@@ -51,9 +51,29 @@ def test_a_single_process_runs_its_work_and_touches_no_device(monkeypatch):
     assert run_together(lambda: 3, lambda error: 70, print) == 3
 
 
-def test_a_jax_that_hides_its_service_is_told_and_the_work_is_done(monkeypatch, capsys):
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(OSError(28, "No space left on device"), 5), (SystemExit(2), 2), (KeyboardInterrupt(), 130),
+     (RuntimeError("connection reset"), 70)],
+)  # fmt: skip
+def test_a_failed_process_ends_with_its_own_code(monkeypatch, error, code):
+    slept = []
+
+    class Ended(BaseException):
+        pass
+
+    def fail():
+        raise error
+
+    def end(code):
+        raise Ended(code)
+
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(processes, "_client", lambda: None)
-    assert run_together(lambda: 4, lambda error: 70, print) == 4
-    assert "hides its coordination service" in capsys.readouterr().err
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes.os, "_exit", end)
+    monkeypatch.setattr(processes.time, "sleep", slept.append)
+    with pytest.raises(Ended) as caught:
+        run_together(fail, code_of, end_of)
+    assert caught.value.args == (code,)
+    # An error without a known cause may be due to a lost process, which is waited for.
+    assert (max(slept) > processes.HEARTBEAT_SECONDS) == (code == 70)
