@@ -5,7 +5,6 @@ that arrays fit in memory before they are allocated.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
 import os
 import re
@@ -80,22 +79,8 @@ def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[
         problem = f"do not leave whole slices to mesh.data; there are {num_slices} slices"
         if not is_whole:
             problem = f"do not multiply to {num_devices}, the number of devices"
-        raise ValueError(f"{asked} {problem}; {_fits(sizes, num_devices, num_slices)}")
+        raise ValueError(f"{asked} {problem}; use divisors of these numbers")
     return {axis: size for axis, size in sizes.items() if size > 1 or axis in _ALWAYS}
-
-
-def _fits(sizes: dict[str, int], num_devices: int, num_slices: int) -> str:
-    """Advice that lists up to three meshes that fit the devices, the most similar first."""
-    kept = math.prod(sizes[axis] for axis in ("expert", "context"))
-    found = []
-    for fsdp, tensor in itertools.product(_divisors(num_devices), repeat=2):
-        data, left = divmod(num_devices, kept * fsdp * tensor)
-        if not left and data and data % num_slices == 0:
-            distance = abs(math.log(fsdp / sizes["fsdp"])) + abs(math.log(tensor / sizes["tensor"]))
-            found.append((distance, f"data={data} fsdp={fsdp} tensor={tensor}"))
-    if not found:
-        return "set mesh.expert and mesh.context to divisors of that number"
-    return "these fit: " + ", or ".join(text for _, text in sorted(found)[:3])
 
 
 def _divisors(number: int) -> list[int]:

@@ -72,23 +72,15 @@ def check_same_everywhere(facts: dict[str, Any]) -> None:
 
     Every process must call this function at the same point.
     """
-    if jax.process_count() == 1:
-        return
-    mine = json.loads(json.dumps(facts))
-    first: dict[str, Any] = on_first_process(lambda: mine)
-    differing = sorted(name for name in first if mine.get(name) != first[name])
-    found = ""
-    if differing:
-        name = differing[0]
-        found = f"{name} than process 0 ({mine.get(name)!r}, not {first[name]!r})"
-    elif mine.keys() - first.keys():
-        found = "version than process 0"
-    for process, difference in enumerate(gathered(found)):
-        if difference:
-            raise ValueError(
-                f"process {process} has a different {difference}; "
-                "start every process with the same config and program"
-            )
+    first, *others = gathered(json.loads(json.dumps(facts)))
+    for process, other in enumerate(others, 1):
+        for name in sorted(first | other):
+            if other.get(name) != first.get(name):
+                raise ValueError(
+                    f"process {process} has a different {name} than process 0 "
+                    f"({other.get(name)!r}, not {first.get(name)!r}); start every process with the "
+                    "same config and program"
+                )
 
 
 HEARTBEAT_SECONDS = 30

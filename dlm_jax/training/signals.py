@@ -12,8 +12,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from dlm_jax.store import Checkpoints
-
 
 class StopRequest:
     """A request by a signal to stop the run."""
@@ -33,12 +31,12 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
+def stop_on_signals() -> Iterator[StopRequest]:
     """Converts the first Ctrl-C, SIGTERM or SIGHUP (closed terminal) to a stop request.
 
-    A second Ctrl-C or SIGTERM prints the unsaved steps to standard error and then has its default
-    effect. A second SIGHUP has no effect, because terminals often send two when they close. If
-    SIGHUP was already ignored, for example by ``nohup``, it remains ignored.
+    A second Ctrl-C or SIGTERM has its default effect. A second SIGHUP has no effect, because
+    terminals often send two when they close. If SIGHUP was already ignored, for example by
+    ``nohup``, it remains ignored.
 
     With several processes, the preemption service of JAX handles SIGTERM and chooses the same step
     on all processes. Other signals are forwarded to the service as SIGTERM. Outside the main thread
@@ -53,18 +51,12 @@ def stop_on_signals(checkpoints: Checkpoints) -> Iterator[StopRequest]:
         del previous[signal.SIGHUP]
 
     def request(number: int, _: Any) -> None:
-        # The handler uses only `os.write`, because the signal may have interrupted a print.
         if number not in seen:
             seen.add(number)
             stop.signal_number = number
             if not is_alone:
                 os.kill(os.getpid(), signal.SIGTERM)
         elif number != signal.SIGHUP:
-            with contextlib.suppress(OSError):
-                steps = checkpoints.steps()
-                lost = f"steps after {steps[-1]} are lost" if steps else "nothing was saved"
-                line = f"\nstopped immediately: {lost}; the same command resumes from there\n"
-                os.write(2, line.encode())
             signal.signal(number, previous[number])
             signal.raise_signal(number)
 

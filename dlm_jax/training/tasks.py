@@ -194,17 +194,12 @@ def make_task(
     for name in {head.name for head in records} & mixture.objectives.keys():
         raise ValueError(f"an objective and a head have the same name: {name}; rename one")
     if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
-        expected = (
-            "optimizer must be a gradient transformation, such as optax.adam(1e-3), or a function "
-            "of the Setup that returns one"
-        )
-        try:
-            optimizer = optimizer(setup)
-        except Exception as error:
-            error.add_note(expected)
-            raise
+        optimizer = optimizer(setup)
         if not isinstance(optimizer, optax.GradientTransformation):
-            raise ValueError(f"{expected}, not a {type(optimizer).__name__}")
+            raise ValueError(
+                "optimizer must be a gradient transformation, such as optax.adam(1e-3), or a "
+                f"function of the Setup that returns one, not a {type(optimizer).__name__}"
+            )
     if optimizer is not None and schedule is not None:
         optimizer = optax.chain(optimizer, optax.scale_by_schedule(schedule))
     return Task(setup, network, mixture, records, optimizer, schedule)

@@ -376,7 +376,7 @@ def run_loop(
 
     reason: Literal["finished", "interrupted", "non_finite"] = "finished"
     signal_number = 0
-    with stop_on_signals(run.checkpoints) as stop, contextlib.closing(trainer):
+    with stop_on_signals() as stop, contextlib.closing(trainer):
         try:
             while trainer.step < config.steps:
                 trainer.take_step()

@@ -43,7 +43,7 @@ def test_a_dry_run_without_the_options_of_the_compiler_says_so(tmp_path, capsys)
     [
         (["--topology", "v5e:4x4"], {}, "--topology has no effect without --dry-run"),
         (["--dry-run", "--topology", "pod"], {}, "--topology=pod is not a topology; use"),
-        (["--dry-run"], {"mesh__fsdp": 3}, "these fit: data=2 fsdp=4 tensor=1"),
+        (["--dry-run"], {"mesh__fsdp": 3}, "do not multiply to 8, the number of devices"),
         (["--dry-run"], {"mesh__tensor": 4}, "mesh.tensor=4 does not divide model.heads=2, which"),
         (["--dry-run"], {"mesh__expert": 2}, "mesh.expert=2 does not divide model.experts=0"),
         (["--dry-run"], {"train__batch_size": 6}, "train.batch_size=6"),

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_model
@@ -24,12 +23,6 @@ needs_tpu_compiler = pytest.mark.skipif(
     reason="the TPU compiler is not installed: pip install 'dlm_jax[tpu]'",
 )
 YNN = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
-
-
-@pytest.mark.parametrize("use", ["train", "sample"])
-def test_the_defaults_of_a_cpu_are_accepted_by_this_jaxlib(use):
-    assert options(use) == YNN
-    assert jax.jit(jnp.negative, compiler_options=options(use))(jnp.float32(2.0)) == -2.0
 
 
 def test_given_options_are_added_replace_a_default_or_stand_alone():

@@ -29,11 +29,6 @@ def _refused(num_bytes, devices):
     return str(error.value)
 
 
-def test_a_device_has_what_it_does_not_use():
-    assert free_bytes(_Device(limit=100, used=30)) == 70
-    assert free_bytes(_Device()) is None
-
-
 def test_a_cpu_has_what_the_operating_system_calls_available(tmp_path, monkeypatch):
     info = tmp_path / "meminfo"
     info.write_text("MemTotal:       100 kB\nMemFree:          3 kB\nMemAvailable:     7 kB\n")
@@ -64,8 +59,3 @@ def test_devices_that_are_parts_of_one_host_share_its_memory(monkeypatch):
     monkeypatch.setattr(mesh, "_free_on_host", lambda: 100)
     require_room(50, [_Device("cpu")] * 2, "the state", "make it smaller")
     _refused(50, [_Device("cpu")] * 3)
-
-
-def test_where_nobody_says_what_is_free_nothing_is_refused(monkeypatch):
-    monkeypatch.setattr(mesh, "_free_on_host", lambda: None)
-    require_room(1 << 60, [_Device("cpu"), _Device()], "the state", "make it smaller")

@@ -28,10 +28,6 @@ from dlm_jax.types import Axes
 CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 
 
-def test_minus_one_takes_all_devices_that_the_other_axes_leave():
-    assert dict(make_mesh(MeshConfig(fsdp=2)).shape) == {"data": 4, "fsdp": 2, "tensor": 1}
-
-
 @pytest.mark.parametrize(
     "config", [MeshConfig(data=3), MeshConfig(fsdp=3), MeshConfig(tensor=16), MeshConfig(data=4)]
 )

@@ -115,7 +115,7 @@ def test_parameters_of_half_the_size_write_texts_too(run_dir):
 
 def test_what_does_not_fit_is_refused_in_one_line(run_dir):
     for options, said in (
-        ({"mesh": MeshConfig(data=3)}, "do not multiply to 8, the number of devices; these fit: "),
+        ({"mesh": MeshConfig(data=3)}, "do not multiply to 8, the number of devices; use "),
         ({"dtype": "float8"}, "dtype='float8' is not one of float32, bfloat16, stored"),
     ):
         with pytest.raises(ValueError, match=f"^[^\n]*{said}[^\n]*$"):

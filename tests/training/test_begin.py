@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
@@ -112,11 +111,6 @@ def test_heads_that_the_run_does_not_have_are_left_out_and_it_says_so(tmp_path):
     assert "sampler_head" in line and "critic_head" in line
 
 
-def test_without_a_source_the_state_is_as_it_was():
-    fresh = _fresh().params
-    assert load_initial_params(Config(), fresh, TOKENIZER, report=pytest.fail) is fresh
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours", "message"),
     [
@@ -147,24 +141,6 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(tmp_path, theirs, ours
         _begun(source, _fresh(**ours), TOKENIZER, model=_model(**ours), report=pytest.fail)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value", "message"),
-    [
-        ("model", "no_such", 1, "unknown key 'model.no_such'"),
-        ("data", "seq_len", -1, "data.seq_len=-1"),
-        ("sample", "temperature", -1.0, "temperature=-1.0 is outside"),
-    ],
-)
-def test_a_model_whose_config_cannot_be_read_is_refused(tmp_path, section, key, value, message):
-    source = _trained(tmp_path)
-    params, meta = load_weights(source)
-    meta["config"][section] = meta["config"].get(section, {}) | {key: value}
-    save_weights(source, params, meta)
-    with pytest.raises(ValueError, match=r"^train\.init_from=.*\.safetensors: .*$") as error:
-        _begun(source, _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("version", [None, "0.2.0"])
@@ -245,33 +221,3 @@ def test_a_run_takes_the_tokenizer_of_its_model_and_continues_without_it(tmp_pat
     assert again.run.first_step == 4
     assert again.run.corpus.tokenizer == source.run.corpus.tokenizer
     tiny_run.assert_same(again.state.params, first.state.params)
-
-
-SINCE_HEADS = (
-    "add_sampler_head", "sampler_context", "sampler_width", "sampler_residual",
-    "add_critic_head",
-)  # fmt: skip
-
-
-def test_a_model_from_before_there_were_heads_still_loads_and_can_be_begun_with(tmp_path):
-    params, meta = load_weights(_trained(tmp_path))
-    del meta["config"]["heads"]
-    for key in SINCE_HEADS:
-        del meta["config"]["model"][key]
-    old = tmp_path / "old.safetensors"
-    save_weights(old, params, meta)
-    model = dlm_jax.load(old)
-    tiny_run.assert_same(model.params, _params(2))
-    assert model.network.heads == {}
-    state = _begun(str(old), _fresh(), TOKENIZER, model=_model(), report=pytest.fail)
-    tiny_run.assert_same(state.params, _params(2))
-
-
-def test_a_model_with_heads_loads_with_them(tmp_path):
-    model = dlm_jax.load(_trained(tmp_path, **HEADS))
-    tiny_run.assert_same(model.params, _params(2, **HEADS))
-    assert model.network.heads["sampler"].context == 2
-    left = jnp.zeros((1, 2, 16))
-    logits = model.network.heads["sampler"].readout(model.params, left, jnp.ones((1, 16)), left)
-    assert logits.shape == (1, TOKENIZER.vocab_size)
-    assert "critic" in model.network.heads

@@ -18,7 +18,6 @@ import toy
 import dlm_jax.config as configs
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.heads import MAIN, Stage
-from dlm_jax.model.transformer import build
 from dlm_jax.training import problem, train
 from dlm_jax.training.optimisers import learning_rate, make_optimizer, rates_at, rates_of
 from dlm_jax.training.plan import planned_task
@@ -146,16 +145,6 @@ def _plain(folder: Path):
     return _train(folder / "plain", flags=PLAIN)
 
 
-@pytest.mark.slow
-def test_the_config_s_own_optimiser_passed_in_trains_as_that_of_the_config(folder):
-    def made(setup):
-        network, steps = build(setup.config.model), setup.config.train.steps
-        return toy.optimizer(setup.config.optim, num_steps=steps, network=network)
-
-    same = _train(folder / "same", flags=PLAIN, optimizer=made)
-    tiny_run.assert_same(same.params, _plain(folder).params)
-
-
 def _updates(optimizer: optax.GradientTransformation, num_steps: int = 3):
     """What it makes of equal gradients of a matrix and a vector."""
     params = {"blocks": {"mlp": {"up": {"kernel": jnp.ones((1, 2, 3))}}}, "embedding": jnp.ones(4)}
@@ -221,15 +210,6 @@ def test_a_loop_of_ones_own_takes_the_steps_of_the_run(folder):
     lines = [r["loss"] for r in tiny_run.records(folder / "plain") if r["kind"] == "train"]
     np.testing.assert_allclose(losses, lines, rtol=1e-5)
     _close(params, outcome.params, rtol=1e-3, atol=1e-4)
-
-
-def test_the_batches_of_a_problem_can_begin_at_any_step(folder):
-    with tiny_run.on_devices(1):
-        made = problem(_config(folder / "none", **PLAIN))
-    rows = [np.asarray(batch.tokens_BL) for batch in itertools.islice(made.batches(), 4)]
-    assert len({row.tobytes() for row in rows}) == 4
-    for row, batch in zip(rows[2:], made.batches(2), strict=False):
-        np.testing.assert_array_equal(row, batch.tokens_BL)
 
 
 def test_the_gradient_of_a_problem_is_zero_where_nothing_trains(folder):

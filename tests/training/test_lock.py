@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import multiprocessing
-import os
 from pathlib import Path
 
 import buckets
@@ -38,24 +37,6 @@ def test_a_directory_is_one_process_s_until_it_lets_go(tmp_path):
         lock.release()
         assert pool.apply(_locks, (tmp_path,))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_where_directories_cannot_be_locked_a_file_in_them_is(tmp_path, monkeypatch):
-    opening = os.open
-
-    def files_alone(path, *args, **kwargs):
-        if str(path) == str(tmp_path):
-            raise OSError(9, "Bad file descriptor")
-        return opening(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", files_alone)
-    lock = DirectoryLock()
-    lock.lock(tmp_path, "train.out_dir")
-    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
-    with pytest.raises(ValueError, match="is in use by another run"):
-        DirectoryLock().lock(tmp_path, "train.out_dir")
-    lock.release()
-    DirectoryLock().lock(tmp_path, "train.out_dir")
 
 
 def _prepare(out_dir, **changes):
@@ -99,10 +80,6 @@ def test_a_second_training_of_the_same_checkpoints_is_refused_and_the_first_goes
     with first.checkpoints:
         assert run_loop(first).step == 3
     assert first.checkpoints.steps() == [3]
-
-
-def test_a_directory_that_two_settings_name_is_locked_once(tmp_path):
-    _prepare(tmp_path, train__checkpoint_dir=tmp_path).checkpoints.close()
 
 
 def _save(checkpoints, step):
@@ -173,24 +150,3 @@ def test_where_nothing_can_be_locked_the_last_claim_counts(tmp_path, without_loc
     new.release()
     with pytest.raises(OSError, match="taken over by another run"):
         old.check()
-
-
-@pytest.mark.slow
-def test_where_nothing_can_be_locked_a_start_that_trains_nothing_leaves_the_claim_of_a_run(
-    tmp_path, without_locks, monkeypatch
-):
-    given = {"train__steps": 3, "train__eval_every": 0, "train__checkpoint_every": 0}
-    tiny_run.run(tmp_path, **given)
-    with _prepare(tmp_path, **given | {"train__steps": 4}).checkpoints as healthy:
-        with pytest.raises(ValueError, match="optim.learning_rate"):
-            _prepare(tmp_path, **given | {"optim__learning_rate": 1})
-        with _prepare(tmp_path, **given).checkpoints:
-            pass  # has taken all its steps
-        (tmp_path / "metrics.jsonl").write_text("{}\n")
-        with pytest.raises(ValueError, match="is not a record of metrics"):
-            _prepare(tmp_path, **given)
-        monkeypatch.setattr(Checkpoints, "steps", lambda self: [])  # another run saves later
-        (tmp_path / "metrics.jsonl").unlink()
-        with pytest.raises(ValueError, match="checkpoints of a run that started at the same time"):
-            _prepare(tmp_path, **given)
-        healthy._check()

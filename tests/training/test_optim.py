@@ -20,7 +20,6 @@ from dlm_jax.model.transformer import build
 from dlm_jax.training.optimisers import (
     learning_rate,
     make_grouped_optimizer,
-    make_optimizer,
     rates_of,
 )
 from dlm_jax.training.tasks import make_task
@@ -161,48 +160,6 @@ def test_a_head_declares_the_matrices_of_its_own_parameters():
     assert toy.matrices(task.network) == {"my_head/v", "other"}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_matrices_of_full_blocks_decay_and_under_muon_have_one_moment(name):
-    network = build(CANVASES)
-    params = jax.jit(network.init)(jax.random.key(0))
-    config = OptimConfig(name=name, warmup_steps=0, learning_rate=0.1, weight_decay=0.5)
-    optimizer = toy.optimizer(config, num_steps=STEPS, network=network)
-    state = optimizer.init(params)
-    grads = jax.tree.map(jnp.zeros_like, params)
-    updates = jax.jit(optimizer.update)(grads, state, params)[0]
-    query = "attention", "query", "kernel"
-    for stack in ("blocks", "full_blocks"):
-        update, kernel = (tree[stack]["attention"]["query"]["kernel"] for tree in (updates, params))
-        np.testing.assert_allclose(update, -0.05 * kernel, rtol=1e-5)
-    moments = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-    kept = [path for path in moments if path.endswith("/".join(("full_blocks", *query)))]
-    assert len(kept) == (1 if name == "muon" else 2)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_expert_decays_and_under_muon_is_a_matrix_of_its_own(name):
-    """Beside another gradient of one expert, the updates of the others stay the same."""
-    config = OptimConfig(name=name, warmup_steps=0, learning_rate=0.1, clip=1e9)
-    params = {"blocks": {"mlp": {"expert_up": jax.random.normal(jax.random.key(0), (2, 3, 8, 6))}}}
-    grads = _random(params, 1)
-    other = jax.tree.map(lambda x: x.at[1, 2].multiply(7.0), grads)
-
-    def update(config, grads):
-        axes = {"blocks": {"mlp": {"expert_up": Axes(is_matrix=True)}}}
-        optimizer = make_optimizer(config, rates_of(config, num_steps=STEPS)[MAIN], axes=axes)
-        found, _ = optimizer.update(grads, optimizer.init(params), params)
-        return found["blocks"]["mlp"]["expert_up"]
-
-    plain = update(config, grads)
-    np.testing.assert_allclose(plain, update(config, other), atol=1e-5)
-    decayed = update(dataclasses.replace(config, weight_decay=0.5), grads)
-    expected = -0.05 * params["blocks"]["mlp"]["expert_up"]
-    np.testing.assert_allclose(decayed - plain, expected, atol=1e-5)
-    if name == "muon":
-        singular = np.linalg.svd(plain, compute_uv=False)
-        assert (singular.max(-1) / singular.min(-1) < 2.0).all()
-
-
 def _updates(config: OptimConfig, grads_of_steps):
     """The update of the last step, by path, when these gradients came one after the other."""
     updates = _compiled(config)(list(grads_of_steps))
@@ -218,13 +175,6 @@ def test_the_rate_rises_by_equal_parts_to_the_peak_and_falls_along_a_cosine():
         expected = 0.05 + (0.5 - 0.05) * (1 + np.cos(turn)) / 2
         np.testing.assert_allclose(float(rate(step)), expected, rtol=1e-5)
     np.testing.assert_allclose(float(rate(STEPS)), 0.05, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 5), (4, 5), (50, 1)])
-def test_no_step_of_a_run_has_a_rate_of_zero(warmup, steps):
-    config = OptimConfig(warmup_steps=warmup, final_ratio=0.0)
-    rate = learning_rate(0.5, config, num_steps=steps)
-    assert all(0 < float(rate(step)) <= 0.5 for step in range(steps))
 
 
 def _with_singular_values(matrices, low: float, high: float):
@@ -248,18 +198,6 @@ def test_muon_makes_the_update_of_a_block_matrix_orthogonal_and_no_other():
     assert table.max() / table.min() > 2.0
 
 
-def test_muon_treats_each_layer_as_a_matrix_of_its_own():
-    grads = _random(toy.params(), 1)
-    other = jax.tree_util.tree_map_with_path(
-        lambda path, x: x.at[1].multiply(7.0) if "blocks" in path_name(path) else x, grads
-    )
-    # No clipping, which looks at all gradients together.
-    config = OptimConfig(warmup_steps=0, clip=1e9)
-    ours, theirs = _updates(config, [grads]), _updates(config, [other])
-    for path in MATRICES:
-        np.testing.assert_allclose(ours[path], theirs[path], atol=2e-5)
-
-
 def test_muon_trains_the_rest_with_adam_at_its_own_rate():
     grads = _random(toy.params(), 1)
     plain = _updates(OptimConfig(warmup_steps=0), [grads])
@@ -280,39 +218,6 @@ def test_adamw_is_optax_adamw_on_the_clipped_gradients():
     ours = _updates(config, [grads])
     for path, leaf in jax.tree_util.tree_flatten_with_path(expected)[0]:
         np.testing.assert_allclose(ours[path_name(path)], leaf, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_weight_decay_shrinks_block_matrices_and_nothing_else(name):
-    grads = _random(toy.params(), 1)
-    config = {"name": name, "learning_rate": 0.1, "warmup_steps": 0}
-    plain = _updates(OptimConfig(**config), [grads])
-    decayed = _updates(OptimConfig(**config, weight_decay=0.5), [grads])
-    flat = jax.tree_util.tree_flatten_with_path(toy.params())[0]
-    for path, param in ((path_name(path), leaf) for path, leaf in flat):
-        expected = -0.1 * 0.5 * param if path in MATRICES else jnp.zeros_like(param)
-        np.testing.assert_allclose(decayed[path] - plain[path], expected, atol=1e-5, err_msg=path)
-
-
-@pytest.mark.parametrize("name", [pytest.param("muon", marks=pytest.mark.slow), "adamw"])
-def test_a_gradient_above_the_clip_counts_as_one_of_that_norm(name):
-    config = OptimConfig(name=name, warmup_steps=0, clip=1.0)
-    small, direction = _random(toy.params(), 1, scale=1e-4), _random(toy.params(), 2)
-    unit = jax.tree.map(lambda x: x / optax.tree.norm(direction), direction)
-    huge = jax.tree.map(lambda x: 1e4 * x, unit)
-    free = dataclasses.replace(config, clip=1e6)
-    exact, clipped = _updates(free, [small, unit]), _updates(config, [small, huge])
-    for path in exact:
-        np.testing.assert_allclose(clipped[path], exact[path], rtol=1e-3, atol=1e-5, err_msg=path)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_gradient_below_the_clip_is_left_as_it_is(name):
-    small, next_small = (_random(toy.params(), seed, scale=1e-4) for seed in (1, 2))
-    tight, loose = (OptimConfig(name=name, warmup_steps=0, clip=clip) for clip in (1.0, 1e6))
-    ours, theirs = _updates(tight, [small, next_small]), _updates(loose, [small, next_small])
-    for path in ours:
-        np.testing.assert_array_equal(ours[path], theirs[path])
 
 
 GROUPS = (MAIN, SAMPLER, CRITIC)

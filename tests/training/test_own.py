@@ -224,18 +224,6 @@ def test_continuing_with_other_parts_is_refused_by_name(folder, changes, part):
         _train(folder / "whole", **given)
 
 
-@pytest.mark.slow
-def test_a_head_leaves_the_model_alone_bit_for_bit_unless_it_says_that_it_trains_it(folder):
-    def main_of(name: str, *heads: Head):
-        params = _train(folder / name, heads=heads).params
-        return {path: leaf for path, leaf in params.items() if path != "left_head"}
-
-    alone = main_of("alone")
-    tiny_run.assert_same(main_of("beside", left_head(weight=0.5, end=3)), alone)
-    teaching = main_of("teaching", left_head(trains_trunk=True))
-    assert not np.array_equal(teaching["table"], alone["table"])
-
-
 def test_a_loss_that_is_no_pair_of_scalars_is_refused_with_its_name(tmp_path):
     def of_each_row(network, params, drawn):
         return Loss(jnp.zeros(drawn.shown_BL.shape[0]), jnp.ones(()))

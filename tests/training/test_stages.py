@@ -16,19 +16,16 @@ import stage_cases as cases
 import tiny_run
 import toy
 
-from dlm_jax.config import Config, HeadsConfig, OptimConfig, SamplingParams
+from dlm_jax.config import Config, HeadsConfig, SamplingParams
 from dlm_jax.data import Setup
-from dlm_jax.distributed.partitions import axes_of, path_name, shardings
+from dlm_jax.distributed.partitions import axes_of, shardings
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER, critic
 from dlm_jax.objectives.objective import Drawn
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.store import load_meta
-from dlm_jax.training.optimisers import make_grouped_optimizer, rates_of
 from dlm_jax.training.train_step import (
-    Stage,
     StageLoss,
     TrainState,
-    abstract_state,
     make_train_step,
     stage_at,
 )
@@ -75,13 +72,6 @@ def test_a_head_trains_from_its_start_on_and_the_model_always(heads, expected):
     for main in ({MAIN}, set()):
         found = [stage_at(step, records, train_main=bool(main)) for step in range(4)]
         assert [set(stage.groups) for stage in found] == [main | groups for groups in expected]
-
-
-def test_a_head_that_the_model_lacks_does_not_train():
-    for has_sampler, has_critic in ((True, False), (False, True), (False, False)):
-        model = {"add_sampler_head": has_sampler, "add_critic_head": has_critic}
-        stage = stage_at(9, cases.records(HeadsConfig(), **model), train_main=True)
-        assert (stage.trains(SAMPLER), stage.trains(CRITIC)) == (has_sampler, has_critic)
 
 
 @pytest.mark.parametrize(
@@ -247,14 +237,6 @@ def test_a_head_learns_from_its_own_loss_alone_and_the_trunk_from_heads_that_tra
                 assert not np.any(gradient), (name, path)
 
 
-def test_the_critic_teaches_the_trunk():
-    for path, gradient in cases.by_path(_look(critic=1.0).gradient).items():
-        assert np.isfinite(gradient).all()
-        # The LM head is tied, so all but the other heads is below the critic.
-        is_of_another = path.split("/")[0] in {*ALL} - {MAIN, CRITIC}
-        assert (np.abs(gradient).max() > 1e-6) != is_of_another, path
-
-
 def test_the_critic_sees_the_text_with_its_supervised_holes_filled():
     look = _look()
     shown_BL, filled_BL = look.canvases
@@ -351,21 +333,3 @@ def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, mo
     assert [line["sampler"] for line in lines if line["kind"] == "train"] == [2.5, 5.5]
     meta = load_meta(tmp_path)
     assert meta["step"] == 8 and meta["config"]["sample"]["fill"] == "auto"
-
-
-def test_what_an_optimizer_keeps_of_a_head_lies_where_the_head_does():
-    heads = HeadsConfig()
-    network = cases.model(**cases.WITH_HEADS)
-    optimizer = make_grouped_optimizer(
-        OptimConfig(), heads, cases.records(heads), Stage(ALL),
-        rates_of(OptimConfig(), heads, cases.records(heads), num_steps=100),
-        axes=axes_of(network), num_steps=100,
-    )  # fmt: skip
-    state = abstract_state(network, optimizer, cases.mesh("cube"))
-    places = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        head, *rest = path_name(path).rpartition("sampler_head/inner/kernel")[::-1]
-        if not head and rest[0]:
-            places[path_name(path)] = leaf.sharding.spec
-    assert len(places) == 3 and len(set(places.values())) == 1, places
-    assert "tensor" in str(places)

@@ -135,29 +135,9 @@ def test_the_average_of_the_parameters_is_that_of_its_formula():
     assert state.best_params is state.ema
 
 
-def test_without_an_average_the_parameters_themselves_are_the_best():
-    state = _plain_state()
-    assert state.ema is None
-    assert state.best_params is state.params
-
-
-def test_training_moves_every_parameter():
-    moved = jax.tree.map(
-        lambda new, old: float(np.abs(new - old).max()), _trained("one")[0].params, toy.params()
-    )
-    assert min(jax.tree.leaves(moved)) > 1e-4, moved
-
-
 def test_many_steps_are_one_program():
     _trained("cube")
     assert _compiled("cube")._cache_size() == 1
-
-
-def test_a_state_keeps_its_place_on_the_devices_from_step_to_step():
-    state = _state(cases.mesh("cube"))
-    before = jax.tree.map(lambda leaf: leaf.sharding, state)
-    after, _ = _compiled("cube")(state, _batch(0), jax.random.key(5))
-    assert jax.tree.map(lambda leaf: leaf.sharding, after) == before
 
 
 @pytest.mark.parametrize("name", ["one", "cube"])
