@@ -1,4 +1,4 @@
-"""Progress reports: a bar on a terminal, otherwise a line every ten seconds."""
+"""Progress reports: one line, rewritten on a terminal, and otherwise repeated every ten seconds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
-
-from tqdm import tqdm
+from typing import TextIO
 
 EVERY = 10.0
 """Seconds between progress lines if the stream is not a terminal."""
+
+_CLEAR = "\r\x1b[K"
 
 
 class Progress:
@@ -47,28 +47,8 @@ class Progress:
         self._name, self._total, self._unit = name, total, unit
         self._done_before = self._done = done
         self._idle, self._note, self._compiling = idle, "", compiling
-        self._start = time.perf_counter() - idle()
-        self._seconds = 0.0
-        self._bar: tqdm[Any] | None = None
-        self._ended = threading.Event()
-        to = sys.stderr if stream is None else stream
-        if is_shown and getattr(to, "isatty", lambda: False)():
-            # The bar is delayed, so that an early error is printed without a bar.
-            self._bar = tqdm(
-                total=total,
-                initial=done,
-                desc=name,
-                unit=unit,
-                file=to,
-                delay=1,
-                dynamic_ncols=True,
-                mininterval=0.5,
-                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-                if total is not None
-                else "{desc}: {n_fmt} {unit}s [{elapsed}{postfix}]",
-            )
-        elif is_shown:
-            _write_lines(self.line, to, self._ended)
+        self._start, self._seconds = time.perf_counter() - idle(), 0.0
+        self._end = _repeat(self.line, stream) if is_shown else lambda: None
 
     def __enter__(self) -> Progress:
         return self
@@ -80,68 +60,70 @@ class Progress:
         """Counts pieces as done. A new `note` replaces the text after the remaining time."""
         self._done += pieces
         # Other work, such as compilation, is only known once it has ended, as it has here.
-        self._seconds = self.seconds()
+        self._seconds = max(0.0, time.perf_counter() - self._start - self._idle())
         self._note = self._note if note is None else note
-        if self._bar is not None:
-            self._bar.set_postfix_str(", ".join(self._extras()), refresh=False)
-            self._bar.update(pieces)
-
-    def seconds_left(self) -> float | None:
-        """Estimated remaining time in seconds; None while unknown."""
-        finished = self._done - self._done_before
-        if self._total is None or finished <= 0:
-            return None
-        return self._seconds * max(0, self._total - self._done) / finished
-
-    def seconds(self) -> float:
-        """Seconds since the start, excluding time spent on other work."""
-        return max(0.0, time.perf_counter() - self._start - self._idle())
 
     def line(self) -> str:
         """The progress as one line."""
-        done = f"{self._done:,}" + ("" if self._total is None else f" of {self._total:,}")
-        return ", ".join([f"{self._name}: {done} {self._unit}s", *self._extras()])
+        finished, program = self._done - self._done_before, self._compiling()
+        parts = [f"{self._name}: {self._done:,} {self._unit}s"]
+        if self._total is not None:
+            parts = [f"{self._name}: {self._done:,} of {self._total:,} {self._unit}s"]
+        if program:
+            parts.append(f"compiling {program}")
+        if self._total is not None and finished > 0:
+            left = self._seconds * max(0, self._total - self._done) / finished
+            parts.append(f"{spell(left)} left")
+        return ", ".join([*parts, self._note] if self._note else parts)
 
     def close(self) -> None:
-        """Stops the bar or the lines; a second call has no effect."""
-        self._ended.set()
-        if self._bar is not None:
-            self._bar.close()
-
-    def _extras(self) -> list[str]:
-        left, program = self.seconds_left(), self._compiling()
-        parts = [f"compiling {program}"] if program else []
-        parts += [f"{spell(left)} left"] if left is not None else []
-        return [*parts, self._note] if self._note else parts
+        """Stops the lines; a second call has no effect."""
+        self._end()
 
 
 @contextlib.contextmanager
 def waiting(name: str, *, stream: TextIO | None = None, is_shown: bool = True) -> Iterator[None]:
     """A context that writes a line with `name` and the seconds so far every ten seconds."""
-    start, ended = time.perf_counter(), threading.Event()
+    start, end = time.perf_counter(), lambda: None
     if is_shown:
-        to = sys.stderr if stream is None else stream
-        _write_lines(lambda: f"{name}: {spell(time.perf_counter() - start)}", to, ended)
+        end = _repeat(lambda: f"{name}: {spell(time.perf_counter() - start)}", stream)
     try:
         yield
     finally:
-        ended.set()
+        end()
 
 
-def _write_lines(line: Callable[[], str], stream: TextIO, ended: threading.Event) -> None:
+def say(line: str) -> None:
+    """Prints a line to standard error, in place of a progress line on a terminal."""
+    clear = _CLEAR if sys.stderr.isatty() else ""
+    print(f"{clear}{line}", file=sys.stderr, flush=True)
+
+
+def _repeat(line: Callable[[], str], stream: TextIO | None) -> Callable[[], None]:
     """Starts a thread that writes lines, because compilation or a long step blocks the main
-    thread.
+    thread. Returns a function that ends it.
     """
+    to, ended = sys.stderr if stream is None else stream, threading.Event()
+    is_terminal = getattr(to, "isatty", lambda: False)()
 
     def write() -> None:
-        while not ended.wait(EVERY):
-            try:
-                stream.write(f"{line()}\n")
-                stream.flush()
-            except (OSError, ValueError):
-                return  # the stream is closed
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed
+            while not ended.wait(1.0 if is_terminal else EVERY):
+                to.write(f"{_CLEAR}{line()}" if is_terminal else f"{line()}\n")
+                to.flush()
+            if is_terminal:
+                to.write(_CLEAR)
+                to.flush()
 
-    threading.Thread(target=write, name="progress", daemon=True).start()
+    thread = threading.Thread(target=write, name="progress", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        if is_terminal:
+            thread.join(1.0)
+
+    return end
 
 
 def spell(seconds: float) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +28,9 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 import dlm_jax.config as configs
+from dlm_jax import progress
 from dlm_jax.config import Config
 from dlm_jax.data import Corpus, Setup, train_batches, validation_windows
 from dlm_jax.distributed import compiler
@@ -173,7 +172,7 @@ taken. The next step overwrites the arrays of the state, so copy the arrays that
 def say(line: str) -> None:
     """Prints a line to standard error, above the progress bar, on the first process only."""
     if jax.process_index() == 0:
-        tqdm.write(line, file=sys.stderr)
+        progress.say(line)
 
 
 def train(
