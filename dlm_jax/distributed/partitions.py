@@ -207,21 +207,18 @@ def axes_of(network: Network, params: Params | None = None) -> Params:
     shapes = jax.eval_shape(network.init, key_of(0)) if params is None else params
     declared = {} if network.axes is None else network.axes(shapes)
     like = {name: shapes.get(name, ()) for name in declared}
-    is_like = jax.tree.structure(declared) == jax.tree.structure(like)
-    if not is_like or not all(isinstance(one, Axes) for one in jax.tree.leaves(declared)):
+    if jax.tree.structure(declared) != jax.tree.structure(like):
         paths, declares = ({path for path, _ in named_leaves(tree)} for tree in (like, declared))
-        where = min(paths ^ declares, default="a parameter")
         raise ValueError(
-            f"{where} has no Axes (from Network.axes or Head.axes), or is no parameter; return the "
-            "Axes of each parameter, or omit the top-level names to judge by rank"
+            f"{min(paths ^ declares)} has no Axes (from Network.axes or Head.axes), or is no "
+            "parameter; return the Axes of each parameter, or omit a top-level name"
         )
     for (path, axes), leaf in zip(named_leaves(declared), jax.tree.leaves(like), strict=True):
         unknown = {*axes.names} - {*AXIS_RULES, LAYERS, None}
         if unknown or len(axes.names) not in (0, leaf.ndim):
-            declares = "Head" if path.split("/")[0].endswith("_head") else "Network"
             raise ValueError(
-                f"{declares}.axes names the axes {axes.names} of the parameter {path!r} of shape "
-                f"{leaf.shape}; use one of {', '.join(AXIS_RULES)}, {LAYERS} or None for each axis"
+                f"the Axes {axes.names} do not fit the parameter {path!r} of shape {leaf.shape}; "
+                f"use one of {', '.join(AXIS_RULES)}, {LAYERS} or None for each axis"
             )
     sizes = {name: 0 if name.endswith("_head") else network.vocab_size for name in shapes}
     return {name: _by_rank(shapes[name], size) for name, size in sizes.items()} | declared

@@ -209,19 +209,13 @@ def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]
     """The heads of the config, followed by those of the caller.
 
     Raises:
-      ValueError: two heads have the same name, a metric is taken, or nothing trains.
+      ValueError: two heads have the same name, or nothing trains.
     """
     made = [one if isinstance(one, Head) else one(setup) for one in (*HEADS, *own)]
     heads = tuple(head for head in made if head is not None)
     names = [head.name for head in heads]
     if len(set(names)) < len(names):
         raise ValueError(f"two heads have the same name: {', '.join(names)}; rename one")
-    taken = {"loss", "grad_norm", "param_norm", "elbo", "denoising", "proofreading", "next_token"}
-    for head in own:
-        if isinstance(head, Head) and head.metric in taken:
-            raise ValueError(
-                f"head {head.name!r} has the metric {head.metric!r}, which is already taken"
-            )
     if not setup.config.heads.train_main and not heads:
         raise ValueError(
             "heads.train_main=False leaves nothing to train; set "

@@ -29,8 +29,6 @@ from dlm_jax.randomness import key_of
 from dlm_jax.types import Network, Params, returned
 
 _SALT = 0x68656164
-# Metrics of every step.
-_TAKEN = ("loss", "grad_norm", "param_norm")
 KEPT = "kept"
 """The group of parameters that are never trained and have no optimiser state."""
 
@@ -142,15 +140,8 @@ class StageLoss:
             losses[head.name] = loss
             mean = means[head.metric] = _mean(loss, head.name)
             total = total + (mean if head.weight is None else head.weight_at(step) * mean)
-        for owner, loss in losses.items():
-            for name, figure in loss.figures.items():
-                if name in means or name in _TAKEN:
-                    raise ValueError(
-                        f"Loss.figures of {owner} has {name!r}, which is already a metric; "
-                        "rename it"
-                    )
-                means[name] = _mean(Loss(*figure), name)
-        return total, means
+        figures = [pair for loss in losses.values() for pair in loss.figures.items()]
+        return total, {name: _mean(Loss(*figure), name) for name, figure in figures} | means
 
     def metrics(self, means: dict[str, jax.Array], step: jax.Array) -> dict[str, jax.Array]:
         """The parts of the loss and the weights of heads; empty if the loss has a single part and

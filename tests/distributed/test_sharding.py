@@ -165,5 +165,5 @@ def test_a_network_of_ones_own_declares_how_its_parameters_and_their_moments_are
 @pytest.mark.parametrize("names", [("embed",), ("embed", "width"), ("fsdp", "tensor")])
 def test_axes_that_do_not_fit_a_parameter_are_refused_by_its_name(names):
     network = _network({"w": np.zeros((4, 8))}, lambda params: {"w": Axes(names)})
-    with pytest.raises(ValueError, match=r"^Network.axes names .* parameter 'w' of shape \(4, 8\)"):
+    with pytest.raises(ValueError, match=r"^the Axes .* parameter 'w' of shape \(4, 8\)"):
         axes_of(network)

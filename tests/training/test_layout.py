@@ -119,18 +119,6 @@ def test_for_a_tpu_every_chip_holds_its_own_rows_and_a_bounded_memory():
 
 
 @pytest.mark.slow
-def test_for_a_tpu_muon_and_the_heads_keep_the_layout_and_no_logits_of_all_positions():
-    _for_tpu(
-        # As many logits of one chip's positions as are computed a slice at a time.
-        "wide = sizes._replace(vocabulary=70_000)\n"
-        "found = check(step('muon', fsdp=1, vocab_size=wide.vocabulary))\n"
-        "assert not layout.full_logits(found.text, wide), layout.full_logits(found.text, wide)\n"
-        "heads = HeadsConfig(start_sampler_iteration=0, start_critic_iteration=0)\n"
-        "step(heads=heads, add_sampler_head=True, add_critic_head=True)\n"
-    )
-
-
-@pytest.mark.slow
 def test_for_a_tpu_the_sampling_loop_keeps_each_chips_rows_apart():
     _for_tpu(
         "import canvases, toy\n"
@@ -153,37 +141,4 @@ def test_for_a_tpu_the_sampling_loop_keeps_each_chips_rows_apart():
         "assert not layout.whole_activations(text, sizes), layout.whole_activations(text, sizes)\n"
         "assert not layout.moved_activations(text, sizes), layout.moved_activations(text, sizes)\n"
         "assert 'splash' in text\n"
-    )
-
-
-@pytest.mark.slow
-def test_for_a_tpu_no_noisy_key_or_value_of_two_streams_leaves_its_chip():
-    _for_tpu(
-        "from collections import Counter\n"
-        "from dlm_jax.contrib.pod_costs import KINDS, parse\n"
-        "rows, positions = 8, 1024\n"
-        "found = step(mesh=MeshConfig(data=4, context=4), attention_type='block_causal',\n"
-        "             block_length=32)\n"
-        "assert 'splash' in found.text\n"
-        "moved = {}\n"
-        "for body in parse(found.text).computations.values():\n"
-        "    for x in body:\n"
-        "        kind = x.kind.removesuffix('-start')\n"
-        "        if kind in KINDS:\n"
-        "            dims = [n for n in x.shapes[0].dims if n > 1]\n"
-        # A gather may be split into several operations of one channel.
-        "            channel = x.attribute(r'channel_id=(\\d+)')\n"
-        "            moved[channel if kind == 'all-gather' else x.name] = kind, *dims\n"
-        # A chip has two rows of both streams, with 256 positions in two pieces, and four heads.
-        "weights = {(128,), (2, 128)}\n"
-        "keys = {\n"
-        # Keys and values of two heads, again in the backward pass; their gradients, head by head.
-        "    ('all-gather', 2, 1024, 2, 128): 2 * 2 * 2,\n"
-        "    ('reduce-scatter', 2, 256, 128): 2 * 4,\n"
-        "}\n"
-        "hidden = {('collective-permute', 2, 128, 512): 4}  # there and back\n"
-        "ids = {('all-gather', 2, 2, 1024), ('all-gather', 2, 1024)}\n"
-        "found = Counter(x for x in moved.values() if {128, 256, 1024} & set(x[1:]))\n"
-        "others = {x: n for x, n in found.items() if x not in ids and x[1:] not in weights}\n"
-        "assert others == keys | hidden, others\n"
     )

@@ -97,20 +97,3 @@ def test_the_critic_is_asked_which_tokens_are_random():
     nats_BL = np.log1p(np.exp(np.where(is_wrong_BL, -logit_BL, logit_BL)))
     assert is_wrong_BL.sum() > 4
     assert float(loss.sum / loss.weight) == pytest.approx(nats_BL[is_live_BL].mean(), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("model", "objective", "line"),
-    [
-        (
-            {"attention_type": "canvas", "block_length": 4},
-            {},
-            "objective.process='masked' has no sampler for models with canvases; use uniform",
-        ),
-    ],
-)
-def test_an_objective_that_the_model_does_not_support_is_refused(model, objective, line):
-    config = Config(model=toy.config(**model), objective=ObjectiveConfig(**objective))
-    setup = Setup(config, cast(Any, stage_cases.Tokenizer()), stage_cases.mesh())
-    with pytest.raises(ValueError, match=f"^{line}[^\n]*$"):
-        make_mixture(setup)

@@ -278,16 +278,6 @@ def test_the_figures_of_a_head_are_metrics_beside_its_loss(tmp_path):
     assert float(means["hits"]) == 0.75 and float(means["half"]) == 12.0
 
 
-@pytest.mark.parametrize("name", ["half", "grad_norm", "objective"])
-def test_a_figure_with_the_name_of_another_metric_is_refused(tmp_path, name):
-    heads = [
-        _sized_head("half_head", 1.0, **{name: (1.0, 1.0)}),
-        _sized_head("objective_head", 1.0),
-    ]
-    with pytest.raises(ValueError, match=f"figures of half_head has '{name}', which is already a"):
-        _means_of(tmp_path, heads)
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -93,12 +93,6 @@ def test_the_memory_of_a_gpu_is_that_of_a_local_one_of_its_kind(monkeypatch):
     assert device_bytes(gpu("other", refused)) == 0
 
 
-def test_a_cpu_has_no_known_memory_and_splits_nothing():
-    assert device_bytes(jax.devices()[0]) == 0
-    config = Config(model=toy.config())
-    assert mesh_config(config.mesh, jax.devices(), lambda: _size(config)).fsdp == 0
-
-
 @pytest.fixture
 def accelerators(monkeypatch):
     """Eight devices that are taken for accelerators with so many bytes of memory."""

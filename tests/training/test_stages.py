@@ -253,9 +253,7 @@ def test_the_critic_sees_the_text_with_its_supervised_holes_filled():
     ("mesh", "parts"),
     [
         pytest.param("cube", 2, marks=pytest.mark.nightly),
-        pytest.param("one", 1, marks=SLOW),
         pytest.param("one", 4, marks=SLOW),
-        pytest.param("data", 1, marks=SLOW),
     ],
 )
 def test_a_step_of_all_heads_follows_the_gradient_of_the_whole_on_any_mesh_in_any_parts(
