@@ -34,8 +34,6 @@ otherwise in ``train.out_dir``. The directory contains one checkpoint."""
 
 LOCAL = frozenset({"data.source", "data.cache_dir"})
 """Settings that may differ between the processes of a run."""
-ONCE_SAVED = frozenset({"data.source", "train.init_from", "train.ignore_config"})
-"""Settings that a resumed run may change only after its first checkpoint."""
 
 Report = Callable[[str], None]
 
@@ -83,20 +81,26 @@ def config_of_run(out_dir: Path) -> Config:
     return dataclasses.replace(config, train=train, model=model)
 
 
+_HEADER = (
+    "The settings of this run.\n"
+    "To resume: python train.py --resume DIRECTORY\n"
+    "To train the same model from scratch: python train.py --config THIS_FILE --train.out_dir "
+    "ELSEWHERE"
+)
+
+
 def write_config(config: Config, out_dir: Path) -> None:
     """Writes ``config.toml``, for users and ``--config``, unless it is unchanged.
 
     Resumed runs instead read the config from the checkpoints, which have checksums.
     """
-    header = (
-        "The settings of this run.\n"
-        "To resume: python train.py --resume DIRECTORY\n"
-        "To train the same model from scratch: python train.py --config THIS_FILE --train.out_dir "
-        "ELSEWHERE"
-    )
-    content, path = configs.to_toml(config, header=header).encode(), out_dir / CONFIG
-    if not path.is_file() or path.read_bytes() != content:
-        write_whole(path, content)
+    if not _has_config(config, out_dir):
+        write_whole(out_dir / CONFIG, configs.to_toml(config, header=_HEADER).encode())
+
+
+def _has_config(config: Config, out_dir: Path) -> bool:
+    content, path = configs.to_toml(config, header=_HEADER).encode(), out_dir / CONFIG
+    return path.is_file() and path.read_bytes() == content
 
 
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -164,30 +168,13 @@ def check_metrics(asked: Config, identity: str, *, is_new: bool) -> None:
       is_new: whether the run has no checkpoints.
     """
     out_dir = Path(asked.train.out_dir)
-    path, config_path = out_dir / METRICS, out_dir / CONFIG
-    others = {record.get("run", "") for record in read_records(path)} - {identity}
-    if not others:
-        return
-    why = f"of run {min(others)}, but the checkpoints belong to run {identity}"
-    if is_new:
-        try:
-            there = configs.flat(configs.to_dict(configs.load(str(config_path))))
-        except ValueError:
-            there = {}
-        # Without a checkpoint, there is no checksum of the text to compare.
-        here = configs.flat(configs.to_dict(asked))
-        fixed = (set(here) - FREE) | ONCE_SAVED
-        differing = [key for key in here if key in fixed and here[key] != there.get(key)]
-        if not differing:
-            return
-        key = differing[0]
-        why = (
-            f"of another run without checkpoints ({config_path} has {key}={there.get(key)!r}, but "
-            f"this run has {here[key]!r})"
+    others = {record.get("run", "") for record in read_records(out_dir / METRICS)} - {identity}
+    if others and not (is_new and _has_config(asked, out_dir)):
+        raise ValueError(
+            f"{out_dir / METRICS} contains metrics of run {min(others) or 'unnamed'}, which has "
+            f"{'another config' if is_new else 'other checkpoints'}; move it elsewhere, or use "
+            "another train.out_dir"
         )
-    raise ValueError(
-        f"{path} contains metrics {why}; move it elsewhere, or use another train.out_dir"
-    )
 
 
 def restore_run(
@@ -238,14 +225,11 @@ class Best:
                 return
             raise ValueError(f"{error}; or move {checkpoints.directory} elsewhere") from None
         if there.get("run") != meta["run"]:
-            why = f"{checkpoints.directory} has the best model of another run"
-            remedy = "move the directory elsewhere, or use another train.out_dir"
-            if not is_new:
-                raise ValueError(f"{why}; {remedy}")
-            try:
-                check_same_run(meta, there)
-            except ValueError as error:
-                raise ValueError(f"{why} ({error}); {remedy}") from None
+            if not is_new or there["config"] != json.loads(json.dumps(meta["config"])):
+                raise ValueError(
+                    f"{checkpoints.directory} has the best model of another run; move the "
+                    "directory elsewhere, or use another train.out_dir"
+                )
             self._is_stale = True
         elif there["best"]["measured_on"] == self._measured_on:
             self.figure = there["best"]["figure"]

@@ -7,7 +7,7 @@ import dlm_jax.config as configs
 from dlm_jax.config import Config
 from dlm_jax.hf import UNPUBLISHED
 from dlm_jax.inference.model import load
-from dlm_jax.training.resume import LOCAL, ONCE_SAVED
+from dlm_jax.training.resume import LOCAL
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,7 +178,7 @@ def test_a_resumed_run_may_change_what_leaves_its_result_alone():
 
 
 def test_sets_of_settings_name_settings():
-    for keys in (LOCAL, ONCE_SAVED, {f"model.{key}" for key in UNPUBLISHED}):
+    for keys in (LOCAL, {f"model.{key}" for key in UNPUBLISHED}):
         assert keys <= set(configs.SETTINGS)
 
 
