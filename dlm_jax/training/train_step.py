@@ -80,13 +80,10 @@ class StageLoss:
         """
         drawn = self.mixture.draw(batch, jax.random.fold_in(key, step))
         noise = dict(drawn.noise)
-        for head in self.trained_heads:
-            noise[head.name] = head.draw(drawn, self._noise_key(head, key, step))
-        return drawn._replace(noise=noise)
-
-    def _noise_key(self, head: Head, key: jax.Array, step: jax.Array) -> jax.Array:
         salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
-        return jax.random.fold_in(salted, head.stream)
+        for head in self.trained_heads:
+            noise[head.name] = head.draw(drawn, jax.random.fold_in(salted, head.stream))
+        return drawn._replace(noise=noise)
 
     def __call__(
         self, params: Params, drawn: Drawn, step: jax.Array

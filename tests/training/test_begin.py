@@ -115,23 +115,10 @@ def test_heads_that_the_run_does_not_have_are_left_out_and_it_says_so(tmp_path):
     ("theirs", "ours", "message"),
     [
         ({"width": 32}, {}, "has model.width=32, but the config has 16; use the"),
-        ({"depth": 1}, {}, "has model.depth=1, but the config has 2; use the [model]"),
         ({"vocab_size": TOKENIZER.vocab_size + 4}, {}, "has embedding of shape"),
         ({"tied_head": False}, {}, "has model.tied_head=False, but the config has True; use"),
         ({"mlp_width": 8}, {}, "of shape (2, 8, 16), but the config requires (2, 64, 16)"),
-        ({"qk_norm": False}, {}, "has model.qk_norm=False, but the config has True; use the"),
-        (
-            {"activation": "gelu"},
-            {},
-            "has model.activation='gelu', but the config has 'relu2'",
-        ),
-        (
-            {"heads": 4},
-            {},
-            "has model.heads=4, but the config has 2; use the [model] of its",
-        ),
         ({"rope_theta": 100.0}, {}, "has model.rope_theta=100.0, but the config has 10000.0"),
-        ({"norm_epsilon": 0.1}, {}, "has model.norm_epsilon=0.1, but the config has 1e-05"),
         (HEADS | {"sampler_context": 1}, HEADS, "sampler_head/inner/kernel of shape (48, 16)"),
     ],
 )

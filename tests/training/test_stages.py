@@ -36,14 +36,6 @@ KEY = functools.partial(jax.random.key, 5)
 SLOW = pytest.mark.slow
 
 
-def test_each_head_has_a_stream_of_noise_of_its_own_at_each_step():
-    loss = cases.staged(cases.model(**cases.WITH_HEADS), cases.mixture(), cases.mesh(), ALL)
-    assert len(loss.heads) > 1
-    keys = [loss._noise_key(head, KEY(), jnp.int32(step)) for head in loss.heads for step in (0, 1)]
-    keys += [jax.random.fold_in(KEY(), step) for step in (0, 1)]  # that of the model
-    assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == len(keys)
-
-
 @pytest.mark.parametrize(
     ("heads", "expected"),
     [
