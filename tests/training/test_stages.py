@@ -36,6 +36,18 @@ KEY = functools.partial(jax.random.key, 5)
 SLOW = pytest.mark.slow
 
 
+def test_each_head_has_a_stream_of_noise_of_its_own_at_each_step():
+    loss = cases.staged(cases.model(**cases.WITH_HEADS), cases.mixture(), cases.mesh(), ALL)
+    heads = tuple(
+        dataclasses.replace(head, draw=lambda drawn, key: jax.random.key_data(key))
+        for head in loss.heads
+    )
+    draw = dataclasses.replace(loss, heads=heads).draw
+    noise = [draw(cases.batch(0), KEY(), jnp.int32(step)).noise for step in (0, 1)]
+    keys = {tuple(one[head.name].tolist()) for one in noise for head in heads}
+    assert len(keys) == 2 * len(heads) == 4
+
+
 @pytest.mark.parametrize(
     ("heads", "expected"),
     [
