@@ -60,8 +60,12 @@ class Progress:
         """Counts pieces as done. A new `note` replaces the text after the remaining time."""
         self._done += pieces
         # Other work, such as compilation, is only known once it has ended, as it has here.
-        self._seconds = max(0.0, time.perf_counter() - self._start - self._idle())
+        self._seconds = self.seconds()
         self._note = self._note if note is None else note
+
+    def seconds(self) -> float:
+        """Seconds since the start, excluding time spent on other work."""
+        return max(0.0, time.perf_counter() - self._start - self._idle())
 
     def line(self) -> str:
         """The progress as one line."""

@@ -30,7 +30,6 @@ from dlm_jax.settings import UNSET, Rule, SettingError, nearest
 from dlm_jax.store import not_finite
 from dlm_jax.store.weights import DEFAULT, SHIPPED
 
-
 CHECKPOINT = (
     "a run, a weights file, a published directory, a Hub id (org/name or org/name@revision), "
     f"or a shipped model: {', '.join(SHIPPED)}; default: {DEFAULT}"

@@ -81,8 +81,6 @@ def test_the_codes_differ_and_the_page_and_the_readme_list_them():
     assert {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", page)} == codes | {129, 143}
 
 
-
-
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
     """Runs of the toy model with one value that is no number, in a parameter each."""
