@@ -102,7 +102,6 @@ def run_requests(
     max_candidates: int = 64,
     on_start: Callable[[Engine], Any] | None = None,
     on_result: Callable[[Mapping[str, Any], int], Any] | None = None,
-    on_turn: Callable[[Engine], Any] | None = None,
 ) -> RunReport:
     """Runs the lines that have no result in `results` yet, and writes results as rows finish.
 
@@ -133,7 +132,6 @@ def run_requests(
       max_candidates: maximum number of candidates per position for host samplers and read-back.
       on_start: called once with the engine, before anything is read or compiled.
       on_result: called with each written result and the number of tokens generated for it.
-      on_turn: called with the engine after each turn.
     """
     errors = rows = tokens = 0
     accepted: dict[int, tuple[Accepted, int]] = {}
@@ -183,8 +181,6 @@ def run_requests(
                 line, sample = accepted.pop(row.number)
                 row, text = _upto_stop(model, line, row)
                 write(_result(line, sample, row, text), row.num_generated)
-            if on_turn is not None:
-                on_turn(engine)
         report = engine.report()
     return RunReport(rows, errors, tokens, report.occupancy, report.programs)
 
