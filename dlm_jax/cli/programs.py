@@ -18,7 +18,14 @@ import sys
 from dlm_jax.cli.ends import End
 
 
+def _say_unraisable(told: sys.UnraisableHookArgs) -> None:
+    # After a failed save, tensorstore may deliver results to a closed event loop.
+    if str(told.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(told)
+
+
 def _run(name: str) -> int:
+    sys.unraisablehook = _say_unraisable
     handler = signal.getsignal(signal.SIGINT)
     # In the first process of a container, unhandled signals have no effect.
     if os.getpid() != 1 and handler is signal.default_int_handler:
