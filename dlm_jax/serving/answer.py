@@ -154,7 +154,7 @@ class Answer:
     def _event(
         self, index: int, delta: Any, reason: str | None, details: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        choice = {"index": index, "finish_reason": reason, "logprobs": None} | (details or {})
+        choice = {"index": index, "finish_reason": reason, "logprobs": None, **(details or {})}
         choice["delta" if self._is_chat else "text"] = delta
         return self._head(self.asked.event) | {"choices": [choice]}
 

@@ -488,7 +488,8 @@ class Planner:
         return self._answer(asked, "prompt", contents, length, echoes)
 
     def _chat(self, asked: Chat) -> Answer:
-        lengths = {asked.max_tokens, asked.max_completion_tokens} - {None}
+        given = asked.max_tokens, asked.max_completion_tokens
+        lengths = {length for length in given if length is not None}
         if len(lengths) > 1:
             raise refused("max_tokens and max_completion_tokens differ; pass one", "max_tokens")
         if asked.top_logprobs and not asked.logprobs:

@@ -17,7 +17,14 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from dlm_jax.structured.regex import CLASSES, Tree, parsed, ranges_of, sre, unsupported
+from dlm_jax.structured.regex import (
+    CLASSES,
+    Tree,
+    parsed,
+    ranges_of,
+    sre,  # pyright: ignore[reportAttributeAccessIssue]
+    unsupported,
+)
 
 DEPTH = 3
 """Maximum depth to which a recursive reference is expanded."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from re import _constants as sre
-from re import _parser as parser
+from re import _constants as sre  # pyright: ignore[reportAttributeAccessIssue]
+from re import _parser as parser  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any, NamedTuple
 
 import numpy as np

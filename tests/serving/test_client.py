@@ -16,7 +16,7 @@ from serving_cases import MODEL, client_of, post, serving
 from starlette.requests import Request
 
 from dlm_jax.serving.http import check_key
-from dlm_jax.serving.protocol import ApiError, Limits
+from dlm_jax.serving.protocol import ApiError
 
 SAID = [{"role": "user", "content": "A "}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -79,53 +79,6 @@ def test_every_argument_of_the_client_is_answered_or_refused_by_its_name(running
                 assert (list(made)[-1].usage is not None) == (name == "stream_options")
             else:
                 assert len(made.choices) == asked.get("n", 1)
-
-
-@pytest.mark.slow
-def test_every_setting_is_a_field_by_its_name(running):
-    asked = {"prompt": "The ", "max_tokens": 8, "seed": 1}
-    plain = post(running, "/v1/completions", asked).json()["choices"][0]["text"]
-    own = {name: getattr(MODEL.sample, name, None) for name in MODEL.sample.table.request_settings}
-    own = {name: value for name, value in own.items() if name != "gen_length" and value is not None}
-    assert {"order", "fill", "edit", "remask", "chain", "threshold", "block_length"} <= own.keys()
-    for name, value in own.items():
-        found = post(running, "/v1/completions", asked | {name: value})
-        assert found.status_code == 200, (name, found.text)
-        assert found.json()["choices"][0]["text"] == plain, name
-
-
-@pytest.mark.slow
-def test_each_error_is_one_that_the_client_knows():
-    limits = Limits(rows=8, waiting=1, body=2000, seconds=0.5)
-    asked = {"model": "toy", "prompt": "A "}
-    with serving(key="secret", limits=limits) as running, client_of(running, "secret") as client:
-        with (
-            client_of(running, "wrong") as other,
-            pytest.raises(openai.AuthenticationError) as told,
-        ):
-            other.models.list()
-        assert told.value.code == "invalid_api_key"
-        with pytest.raises(openai.BadRequestError) as told:
-            client.completions.create(**asked, temperature=-1)
-        assert (told.value.param, told.value.type) == ("temperature", "invalid_request_error")
-        with pytest.raises(openai.NotFoundError) as told:
-            client.models.retrieve("other")
-        assert told.value.code == "model_not_found"
-        with pytest.raises(openai.NotFoundError):
-            client.embeddings.create(model="toy", input="A")
-        with pytest.raises(openai.APIStatusError) as told:
-            client.completions.create(model="toy", prompt="A" * 3000)
-        assert (told.value.status_code, told.value.code) == (413, "too_large")
-        with pytest.raises(openai.RateLimitError) as told:
-            client.completions.create(**asked, n=6)
-        assert told.value.code == "overloaded"
-        with pytest.raises(openai.InternalServerError) as told:
-            client.completions.create(**asked, max_tokens=24, extra_body=ENDLESS)
-        assert (told.value.status_code, told.value.code) == (504, "timeout")
-        with pytest.raises(openai.APIError) as within:
-            list(client.completions.create(**asked, stream=True, extra_body=ENDLESS))
-        assert within.value.code == "timeout"
-        assert running.idle()
 
 
 def test_a_key_is_compared_in_a_time_that_does_not_depend_on_it(monkeypatch):

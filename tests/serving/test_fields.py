@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from serving_cases import CHAT, MODEL, post, serving
+from serving_cases import MODEL, post, serving
 
-from dlm_jax.hf import TextTemplate
 from dlm_jax.serving.protocol import Chat, Completion, Infill
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -101,34 +100,6 @@ def test_token_ids_are_those_of_the_prompt_and_of_the_text(running, path):
     assert [one.get("prompt_token_ids") for one in holders] == [given] + [None] * (len(events) - 1)
     del asked["return_token_ids"]
     assert "token_ids" not in post(running, f"/v1/{path}", asked).text
-
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{{ tail }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<bot>{% endif %}"
-)
-TURNS = [{"role": "u", "content": "The cat"}, {"role": "a", "content": " A rat "}]
-
-
-@pytest.mark.parametrize(
-    ("options", "written"),
-    [
-        ({}, "<u>The cat\n<a>A rat\n<bot>"),
-        ({"begins_answer": False}, "<u>The cat\n<a>A rat\n"),
-        ({"begins_answer": False, "continues": True}, "<u>The cat\n<a>A rat"),
-        ({"tail": "."}, "<u>The cat.\n<a>A rat.\n<bot>"),
-    ],
-)
-def test_a_last_turn_stays_open_where_the_answer_continues_it(options, written):
-    template = TextTemplate(TEMPLATE, text_tokenizer=MODEL.tokenizer)
-    assert template.text(TURNS, **options) == written
-
-
-def test_a_turn_keeps_the_space_that_its_template_keeps():
-    assert CHAT.text(TURNS, continues=True) == "The cat A rat "
-    assert CHAT.text([{"role": "u", "content": " "}], continues=True) == " "
-    with pytest.raises(ValueError, match="the last message has no text to continue"):
-        CHAT.text([], continues=True)
 
 
 def test_conversations_are_written_as_the_request_asks(running):

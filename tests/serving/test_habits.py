@@ -7,7 +7,6 @@ import pytest
 from serving_cases import MODEL, client_of, post, serving
 from starlette.testclient import TestClient
 
-from dlm_jax.hf import TextTemplate
 from dlm_jax.inference.engine import Engine
 from dlm_jax.serving.app import Options, make_app
 
@@ -18,17 +17,6 @@ SAID = [{"role": "user", "content": "The "}]
 def running():
     with serving() as server:
         yield server
-
-
-@pytest.mark.parametrize("name", ["self", "source", "template", "context", "args", ""])
-def test_template_variables_may_have_any_name_that_the_server_does_not_set(name):
-    template = TextTemplate(
-        "{% for m in messages %}{{ m.content }}{% endfor %}{{ context }}",
-        text_tokenizer=MODEL.tokenizer,
-    )
-    text = template.text(SAID, **{name: "cat"})
-    assert text == ("The cat" if name == "context" else "The ")
-    assert template.ids(SAID, **{name: "cat"}).size == len(text)
 
 
 def test_a_request_may_ignore_eos_although_the_model_recommends_to_stop_at_it():
@@ -165,15 +153,3 @@ def test_pages_of_allowed_origins_may_read_answers_after_a_preflight(allowed):
     assert ("access-control-allow-origin" in other.headers) == (allowed == "*")
     plain = TestClient(_app()).options("/v1/completions", headers=ask)
     assert plain.status_code == 405 and "access-control-allow-origin" not in plain.headers
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": "A", "logit_bias": {"3": 10**400}}, "logit_bias"),
-        ("/v1/completions", {"prompt": "A", "temperature": 10**400}, "temperature"),
-    ],
-)  # fmt: skip
-def test_numbers_without_bound_are_refused_by_their_names(running, path, body, param):
-    made = post(running, path, body)
-    assert made.status_code == 400 and made.json()["error"]["param"] == param, made.text

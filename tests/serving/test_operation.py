@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import re
 import socket
 import threading
 import time
@@ -48,31 +47,8 @@ def test_usage_counts_each_token_once(running, path, body, given, written):
     assert events[-1]["usage"] == usage
 
 
-def test_the_time_to_the_first_event_is_that_to_the_first_text(running, monkeypatch):
-    """The first event of a chat has only the role."""
-    step = Engine.step
-
-    def slow(engine, *arguments, **options):
-        time.sleep(0.2)
-        return step(engine, *arguments, **options)
-
-    def total():
-        figures = httpx.get(f"{running.url}/metrics").text
-        return [float(x) for x in re.findall(r"first_event_seconds_(?:sum|count) (\S+)", figures)]
-
-    monkeypatch.setattr(Engine, "step", slow)
-    before, asked = total(), {"max_tokens": 2, "steps": 2, "seed": 1, "stream": True}
-    post(running, "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": "A"}]})
-    count, seconds = (now - then for now, then in zip(total(), before, strict=True))
-    assert count == 1 and seconds >= 0.2
-
-
 def _is_warm(server) -> bool:
     return httpx.get(f"{server.url}/health").json()["is_warm"]
-
-
-def test_a_server_without_a_warm_up_is_not_warm(running):
-    assert not _is_warm(running)
 
 
 def test_a_server_is_warm_after_all_warm_ups_and_not_if_one_fails(monkeypatch):
