@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import schemas
 from dlm_jax.structured.json_schema import regex_of_schema
 from dlm_jax.structured.regex import compile_regex
+
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
 NULL = {"type": "null"}
 PARTS = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": NULL}
@@ -20,18 +21,6 @@ LAUGHS: dict[str, Any] = {
 LAUGHS["25"] = NULL
 CLOSED = {"properties": {"a": {}}, "additionalProperties": False}
 NODE = {"type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}}
-
-
-def test_random_texts_of_random_schemas_are_allowed():
-    rng = random.Random(3)
-    accepted = 0
-    for kind, given in schemas.made_of(60, seed=7):
-        try:
-            assert not schemas.checked(kind, given, rng, 10), given
-        except ValueError:
-            continue
-        accepted += 1
-    assert accepted > 45
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -44,13 +33,13 @@ def test_numbers_are_those_within_the_bounds(seed):
         schema = {rng.choice(["minimum", "exclusiveMinimum"]): low, "type": "number"}
         schema |= {rng.choice(["maximum", "exclusiveMaximum"]): high + 1}
         schema["type"] = "integer" if is_whole else "number"
-        pattern = regex_of_schema(schema)
+        pattern, validator = regex_of_schema(schema), jsonschema.Draft202012Validator(schema)
         hundredths = range(-4000, 14000, 100 if is_whole else 7)
         edges = [round(100 * edge) + step for edge in (low, high + 1) for step in (-1, 0, 1)]
         for value in [*hundredths, *([] if is_whole else edges)]:
             text = str(value // 100) if is_whole else f"{value / 100:.2f}"
             if text != "-0.00":
-                allowed = schemas.allows(schema, json.loads(text), schema)
+                allowed = validator.is_valid(json.loads(text))
                 assert (re.fullmatch(pattern, text) is not None) == allowed, (schema, text)
 
 
