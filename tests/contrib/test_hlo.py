@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dlm_jax.contrib.pod_costs.costs import num_bytes, parse, shapes_of, trip_count
+from dlm_jax.contrib.pod_costs import num_bytes, parse, shapes_of, trip_count
 
 LOOP = """HloModule loop
 

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 import tiny_run
 
-from dlm_jax.contrib.pod_costs import Cost, utilisation
-from dlm_jax.contrib.pod_costs.__main__ import main
+from dlm_jax.contrib.pod_costs import Cost, main, utilisation
 
 
 def test_the_program_prints_the_plan_and_the_estimates(tmp_path, capsys):

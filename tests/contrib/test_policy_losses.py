@@ -17,8 +17,16 @@ import pytest
 
 import dlm_jax
 from dlm_jax.config import SamplingParams
-from dlm_jax.contrib.rl import Estimator, PolicySettings, Rollout, policy_loss
-from dlm_jax.contrib.rl.policy import ADVANTAGES, advantages, diffu_grpo, trace_rl
+from dlm_jax.contrib.rl import (
+    ADVANTAGES,
+    Estimator,
+    PolicySettings,
+    Rollout,
+    advantages,
+    diffu_grpo,
+    policy_loss,
+    trace_rl,
+)
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.types import Network, live_positions
 

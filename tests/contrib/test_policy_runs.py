@@ -16,8 +16,7 @@ import tiny_run
 import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.contrib.arithmetic import examples
-from dlm_jax.contrib.rl import PolicySettings, train_policy
-from dlm_jax.contrib.rl.__main__ import main
+from dlm_jax.contrib.rl import PolicySettings, main, train_policy
 
 FLAGS = {
     "data__layout": "documents", "data__seq_len": 10, "model__depth": 1, "optim__name": "adamw",

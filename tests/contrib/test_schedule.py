@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlm_jax.contrib.pod_costs.costs import Torus, cost, first_group, moved
+from dlm_jax.contrib.pod_costs import Torus, cost, first_group, moved
 from dlm_jax.distributed.mesh import Chip
 
 # One FLOP, byte or cycle a second, so that figures are seconds.

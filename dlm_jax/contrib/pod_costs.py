@@ -1,22 +1,31 @@
-"""Estimates the run time of a compiled program from its XLA text.
+"""Estimates the run time of a compiled program from its XLA text, also for TPUs that are not there.
 
 In the estimate, operations run in order, overlapping with collectives. A loop body counts once per
 iteration. An asynchronous collective adds only the time that an operation waits for its result.
 Use the estimates to compare programs, not to predict actual times.
+
+``python -m dlm_jax.contrib.pod_costs --config FILE --topology v5p:4x4x4`` prints the plan of a run
+(``train.py --dry-run``) and estimates of a step. At best, all operations except matrix products are
+bound by memory; at worst, they take the compiler's estimate in cycles.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from jax.sharding import Mesh
 
-from dlm_jax.distributed.mesh import Chip
+import dlm_jax.config
+from dlm_jax.distributed.mesh import CHIPS, Chip
+from dlm_jax.training.plan import Plan, dry_run, lines
 
 SIZES: dict[str, float] = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2,
@@ -772,3 +781,76 @@ class _Timeline:
         seconds = flops / (self.torus.chip.flops * _KERNEL_SHARE)
         self.cost.flops += flops
         self.cost.seconds += seconds
+
+
+# Placeholder for an unknown chip, for which operations and bytes are counted, without times.
+_UNKNOWN = Chip("", 1e12, 1e9, 0.0, 1e12, 1e11, 0)
+
+
+def torus_of(mesh: Mesh) -> Torus:
+    """The torus of the devices in `mesh`, with their coordinates. For unknown devices, only FLOPs
+    and bytes are counted.
+    """
+    chip = CHIPS.get(mesh.devices.flat[0].device_kind)
+    places = [tuple(getattr(device, "coords", (device.id,))) for device in mesh.devices.flat]
+    sizes = tuple(max(axis) + 1 for axis in zip(*places, strict=True))
+    return Torus(chip or _UNKNOWN, tuple(places), sizes)
+
+
+def cost_of_plan(
+    plan: Plan, mode: Mode = "roof", kernels: Mapping[str, float] | None = None
+) -> Cost:
+    """The cost of a planned training step per device; the arguments are as for `cost`."""
+    return cost(plan.text, torus_of(plan.mesh), mode, kernels=kernels)
+
+
+def utilisation(plan: Plan, found: Cost) -> float:
+    """The estimated model FLOPs utilisation, as a fraction of the peak."""
+    if plan.chip is None or not found.seconds:
+        return math.nan
+    return plan.flops / (plan.chip.flops * found.seconds)
+
+
+_MODES: dict[str, Mode] = {"at best": "roof", "at worst": "cycles"}
+
+
+def estimates(plan: Plan) -> list[str]:
+    """Lines with the collectives and times of a planned training step."""
+    costs = {name: cost_of_plan(plan, mode) for name, mode in _MODES.items()}
+    best = costs["at best"]
+    moved = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in best.moved.items())
+    found = [
+        f"executed     {best.flops / 1e12:.2f} TFLOP per device and step, with recomputation",
+        f"collectives  {moved or 'none'} GiB per device and step",
+    ]
+    if plan.chip is None:
+        return [*found, "step not estimated: the peak performance of this device is unknown"]
+    tokens = plan.config.train.batch_size * plan.config.data.seq_len
+    return found + [
+        f"{name:<12} {one.seconds * 1e3:.1f} ms per step ({one.exposed * 1e3:.1f} waiting for "
+        f"collectives), {100 * utilisation(plan, one):.1f}% of the peak, "
+        f"{tokens / one.seconds:,.0f} tokens/s"
+        for name, one in costs.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program and returns its exit code: 2 for input that it refuses."""
+    name = "python -m dlm_jax.contrib.pod_costs"
+    parser = argparse.ArgumentParser(prog=name, description=__doc__)
+    parser.add_argument("--config", metavar="FILE", help="TOML file, or name of a shipped config")
+    parser.add_argument("--topology", metavar="NAME", default="", help="such as v5p:4x4x4")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the config")
+    args = parser.parse_args(argv)
+    try:
+        keys = dict(pair.split("=", 1) for pair in args.keys)
+        plan = dry_run(dlm_jax.config.load(args.config, keys), args.topology)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join([*lines(plan), *estimates(plan)]))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
