@@ -38,7 +38,7 @@ def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     try:
         items = bias.items() if isinstance(bias, Mapping) else bias
         pairs = [(token, float(value)) for token, value in items]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         why = "is not a mapping from ids to numbers"
         raise SettingError("logit_bias", bias, why, "use {12: -5.0}") from None
     checked = []
