@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -236,8 +235,7 @@ def train_batches(
     process_count: int = 1,
     start_step: int = 0,
     prefetch: int = 4,
-    took: Callable[[float], None] = lambda seconds: None,
-) -> Iterator[Columns]:
+) -> Generator[Columns, None, None]:
     """An endless iterator over this process's parts of the global batches from `start_step` on.
 
     An element is `{"tokens": int32 [b, seq_len], "length": int32 [b], "given": int32 [b]}`, where
@@ -253,7 +251,6 @@ def train_batches(
       process_count: number of processes among which the global batch is divided.
       start_step: step of the first batch.
       prefetch: number of batches that a thread reads ahead; 0: the calling thread reads.
-      took: called with the seconds that reading each batch took.
     """
     if batch_size % process_count:
         raise ValueError(
@@ -272,22 +269,20 @@ def train_batches(
         return _shuffled(index, size=len(rows[part]), seed=shuffle_seed), epoch_bits
 
     def read(step: int) -> Columns:
-        start = time.perf_counter()
         first = step * batch_size + process_index * size
         numbers = range(first, first + size)
         if mixture is None:
-            batch = rows[0].read([place(0, row) for row in numbers])
-        else:
-            located = [mixture.locate(row, seed) for row in numbers]
-            read = [rows[part].read([place(part, row)]) for part, row in located]
-            batch = {name: np.concatenate([row[name] for row in read]) for name in read[0]}
-        took(time.perf_counter() - start)
-        return batch
+            return rows[0].read([place(0, row) for row in numbers])
+        located = [mixture.locate(row, seed) for row in numbers]
+        read = [rows[part].read([place(part, row)]) for part, row in located]
+        return {name: np.concatenate([row[name] for row in read]) for name in read[0]}
 
     return _in_order(read, start_step, prefetch)
 
 
-def _in_order(read: Callable[[int], Columns], step: int, prefetch: int) -> Iterator[Columns]:
+def _in_order(
+    read: Callable[[int], Columns], step: int, prefetch: int
+) -> Generator[Columns, None, None]:
     if not prefetch:
         yield from map(read, itertools.count(step))
     # One thread is enough, because a batch takes far less time than a step; more threads would

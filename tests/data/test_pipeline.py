@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -183,13 +182,6 @@ def test_bad_input_is_refused_in_one_line(path):
     ):
         with pytest.raises(ValueError, match=message):
             train_batches(path, **{**SIZES, "seed": 0, **change})
-
-
-def test_each_batch_reports_its_time(path, monkeypatch):
-    clock, seconds = itertools.count(step=3.0), []
-    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(clock))
-    take(train_batches(path, **SIZES, seed=0, prefetch=0, took=seconds.append), 4)
-    assert seconds == [3.0] * 4
 
 
 def test_no_epoch_of_a_seed_is_one_of_another_seed(path):
