@@ -132,9 +132,6 @@ def test_a_function_that_makes_no_optimiser_is_refused_with_what_is_wanted(folde
     wanted = "optimizer must be a gradient transformation, such as optax.adam"
     with pytest.raises(ValueError, match=f"^{wanted}.* not a int$"):
         _train(folder / "none", optimizer=lambda setup: 3)
-    with pytest.raises(TypeError) as error:
-        _train(folder / "none", optimizer=optax.adam)
-    assert error.value.__notes__[0].startswith(wanted)
 
 
 PLAIN = {"model__add_sampler_head": False, "optim__warmup_steps": 2, "train__steps": 3}
