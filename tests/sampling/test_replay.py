@@ -299,17 +299,6 @@ def test_a_trace_is_of_all_rows_of_one_program():
 
 
 @dlm_jax.rule
-class Unknown(dlm_jax.CommitRule):
-    def select(self, state, context, proposal):
-        return context.is_hole_BL, state
-
-
-def test_a_rule_of_ones_own_says_how_likely_its_choice_is():
-    with pytest.raises(SettingError, match="^order='unknown' has no trace"):
-        dlm_jax.generate(MODEL, [""], rules=[Unknown], order="unknown", steps=2, trace=True)
-
-
-@dlm_jax.rule
 class Roulette(dlm_jax.CommitRule):
     """Commits one hole, drawn in proportion to the probability that it observes in this step."""
 

@@ -111,15 +111,6 @@ def test_eight_devices_give_the_same_rows_and_sample_without_talking():
     assert sorted(talk) == ["pred[]", "s32[]"]
 
 
-def test_every_step_and_every_position_draws_anew():
-    """So hot that all logits are equal: the tokens show the draws alone."""
-    rows = [Row(holes(20), steps=20, seed=seed, temperature=1e6) for seed in range(ROWS)]
-    tokens = np.concatenate([result.tokens for result in canvases.run(rows, RANDOM)])
-    counts = np.delete(np.bincount(tokens, minlength=toy.VOCAB_SIZE), toy.BANNED)
-    expected = counts.sum() / counts.size
-    assert ((counts - expected) ** 2 / expected).sum() < 26.1  # 0.999 quantile, 8 degrees
-
-
 def test_position_that_was_not_committed_is_drawn_anew_at_the_next_step():
     """The even positions are drawn at every step and committed at the last one."""
     slots = [Row(holes(20), steps=steps, seed=3, temperature=1e6) for steps in (2, 3)]

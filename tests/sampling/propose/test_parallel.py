@@ -127,25 +127,6 @@ def test_non_finite_logit_condemns_its_own_row_alone(bad, place):
         np.testing.assert_array_equal(ours.logprob_BL[others], sound.logprob_BL[others])
 
 
-def test_position_without_any_possible_token_condemns_its_row():
-    hidden_BLD, is_open_BL = _example(3)
-    is_open_BL = is_open_BL.at[1, 2].set(True)
-    allowed = [token for token in range(toy.VOCAB_SIZE) if token not in toy.BANNED]
-    for ids in (jnp.arange(toy.VOCAB_SIZE), jnp.array(allowed)):
-        broken = hidden_BLD.at[1, 2, ids].set(-jnp.inf)
-        _, is_finite_B = _propose(broken, is_open_BL, _keys(), chunk=5)
-        assert is_finite_B.tolist() == [True, False, True]
-
-
-def test_closed_positions_may_hold_anything():
-    hidden_BLD, is_open_BL = _example(4)
-    sound, _ = _propose(hidden_BLD, is_open_BL, _keys(), chunk=5)
-    broken = jnp.where(is_open_BL[..., None], hidden_BLD, jnp.nan)
-    ours, is_finite_B = _propose(broken, is_open_BL, _keys(), chunk=5)
-    assert is_finite_B.all()
-    np.testing.assert_array_equal(ours.tokens_BL, sound.tokens_BL)
-
-
 def test_readouts_follow_the_open_positions():
     """Law 9: as many readouts of `chunk` as the open ones fill; none when all are shut."""
     calls = []

@@ -333,15 +333,6 @@ def test_permuted_batch_gives_the_permuted_result_bit_for_bit():
         _assert_same_bits(_fill(permuted(canvas)), permuted(_fill(canvas)))
 
 
-def test_row_is_filled_as_if_it_were_alone():
-    canvas = _random_canvas(51, 0.7)
-    together = _fill(canvas)
-    for row in range(ROWS):
-        is_row_B1 = (np.arange(ROWS) == row)[:, None]
-        alone = _fill(canvas._replace(is_open_BL=canvas.is_open_BL & is_row_B1))
-        _assert_same_bits(*(jax.tree.map(lambda x, row=row: x[row], f) for f in (alone, together)))
-
-
 def _same_rows(picture: str, seed: int = 0) -> Canvas:
     """Eight times the same row."""
     return jax.tree.map(lambda x: np.repeat(x[:1], ROWS, axis=0), _pictured([picture], seed))
@@ -360,22 +351,6 @@ def test_what_cannot_be_seen_may_hold_any_token():
     _assert_same_bits(_fill(other), _fill(canvas))
 
 
-@pytest.mark.parametrize("picture", ["oooooooo", "vooooooo", "rrrxoovo", "oxoooo"])
-@pytest.mark.parametrize("is_spread", [False, True])
-def test_nan_condemns_its_own_row_alone(picture, is_spread):
-    canvas = _same_rows(picture, seed=3)
-    canvas = canvas._replace(ratio_B=np.full(ROWS, 0.3), is_spread_B=np.full(ROWS, is_spread))
-    sound = _fill(canvas)
-    assert sound.is_finite_B.all()
-    for place in np.flatnonzero(canvas.is_open_BL[0]):
-        hidden_BLD = canvas.hidden_BLD.copy()
-        hidden_BLD[2, place, 5] = np.nan
-        ours = _fill(canvas._replace(hidden_BLD=hidden_BLD))
-        assert ours.is_finite_B.tolist() == [row != 2 for row in range(ROWS)]
-        assert 0 <= ours.counts["waves"][2] <= POSITIONS, "sums over rows must not overflow"
-        _assert_same_bits(*(jax.tree.map(lambda x: np.delete(x, 2, 0), f) for f in (ours, sound)))
-
-
 def test_equally_sure_positions_are_seeds_from_the_left():
     canvas = _pictured(["o" * 20, "oooxooooxoxx"] * 4, is_spread_B=np.arange(ROWS) >= 4)
     ratio_B = np.repeat([0.3, 0.01, 0.5, 1.0], 2)
@@ -383,23 +358,6 @@ def test_equally_sure_positions_are_seeds_from_the_left():
     ours = _fill(canvas)
     for row in range(ROWS):
         _assert_row_is(ours, row, canvas, _expected(canvas, row)[0])
-
-
-def test_own_tokens_are_scored_under_the_main_head_and_change_nothing_else():
-    canvas = _random_canvas(71, 0.7)
-    is_own_BL = canvas.is_visible_BL & ~canvas.is_open_BL
-    is_own_BL &= np.random.default_rng(0).random(is_own_BL.shape) < 0.5
-    own_BL = np.where(is_own_BL, canvas.tokens_BL, -1).astype(np.int32)
-    without, ours = _fill(canvas), _fill(canvas._replace(own_BL=own_BL))
-    want_BL = np.where(is_own_BL, canvas.tokens_BL, without.proposal.tokens_BL)
-    np.testing.assert_array_equal(ours.proposal.tokens_BL, want_BL)
-    led = canvas.guidance_B[:, None, None] + 1
-    clean_BLV = _head(PARAMS, canvas.bare_BLD + led * (canvas.hidden_BLD - canvas.bare_BLD))
-    logprob_BLV = jax.nn.log_softmax(jnp.asarray(clean_BLV, jnp.float32))
-    logprob_BL = np.take_along_axis(np.asarray(logprob_BLV), want_BL[..., None], -1)[..., 0]
-    want_BL = np.where(is_own_BL, logprob_BL, without.proposal.logprob_BL)
-    np.testing.assert_allclose(ours.proposal.logprob_BL, want_BL, rtol=1e-4, atol=1e-5)
-    assert is_own_BL.sum() > 10
 
 
 @pytest.mark.parametrize(
