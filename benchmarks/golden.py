@@ -55,7 +55,7 @@ SHAKESPEARE: dict[str, Settings] = {
     **{
         f"{order} {fill}": {"order": order, "fill": fill}
         for order in (
-            "low_confidence", "entropy", "margin", "threshold", "factor", "entropy_bound",
+            "low_confidence", "entropy", "margin", "threshold", "entropy_bound",
             "joint_threshold", "random", "left_to_right", "random_filled", "ancestral",
         )
         for fill in ("parallel", "wavefront")

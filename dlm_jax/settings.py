@@ -215,6 +215,11 @@ def reads(name: str, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"reads": name, "static": True})
 
 
+def _fields(rule: Any, kind: str) -> list[dataclasses.Field[Any]]:
+    """The fields of a rule or class with this kind of metadata."""
+    return [field for field in dataclasses.fields(rule) if kind in field.metadata]
+
+
 class Rule:
     """The base class of all rules; custom rules may override any member.
 
@@ -255,25 +260,25 @@ class Rule:
 
     def is_active(self) -> jax.Array:
         """bool ``[B]``, True for rows that use the rule, that is, have a non-neutral setting."""
-        asks = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            setting = field.metadata.get("setting")
-            if setting is None or setting.is_list or field.metadata.get("static"):
-                continue
-            if setting.activates:
-                asks.append(getattr(self, field.name) != setting.code(setting.default))
-        return functools.reduce(jnp.logical_or, asks)
+        settings = ((f.name, f.metadata["setting"]) for f in _fields(self, "column"))
+        is_set = [
+            getattr(self, name) != setting.code(setting.default)
+            for name, setting in settings
+            if setting.activates and not setting.is_list
+        ]
+        return functools.reduce(jnp.logical_or, is_set)
 
     def as_settings(self) -> dict[str, Any]:
         """The rule's fields as settings by name; fields that are None are omitted."""
-        found = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            setting, value = field.metadata.get("setting"), getattr(self, field.name)
-            if setting is not None and value is not None:
-                found[setting.name] = (
-                    setting.named(value) if field.metadata.get("static") else value
-                )
-        return found
+        values = (
+            (field.metadata["setting"], getattr(self, field.name), field.metadata)
+            for field in _fields(self, "setting")
+        )
+        return {
+            setting.name: setting.named(value) if meta.get("static") else value
+            for setting, value, meta in values
+            if value is not None
+        }
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
@@ -283,25 +288,28 @@ class Rule:
         """
         values = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            setting = field.metadata.get("setting")
-            if "fact" in field.metadata:
-                values[field.name] = getattr(facts, field.metadata["fact"])
-            elif "reads" in field.metadata:
-                values[field.name] = getattr(rows[0], field.metadata["reads"])
-            elif setting is not None and field.metadata.get("static"):
-                values[field.name] = setting.resolved(getattr(rows[0], setting.name))
-            elif setting is not None:
-                asked = [getattr(row, setting.name) for row in rows]
-                values[field.name] = np.asarray(field.metadata["column"](asked))
+            match field.metadata:
+                case {"fact": name}:
+                    values[field.name] = getattr(facts, name)
+                case {"reads": name}:
+                    values[field.name] = getattr(rows[0], name)
+                case {"setting": setting, "static": True}:
+                    values[field.name] = setting.resolved(getattr(rows[0], setting.name))
+                case {"setting": setting, "column": column}:
+                    values[field.name] = np.asarray(
+                        column([getattr(r, setting.name) for r in rows])
+                    )
         return cls(**values)
 
     @classmethod
     def static_values(cls, row: Any) -> tuple[Any, ...]:
         """The static settings of the rule in a row."""
-        found = [field.metadata for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        found = [meta for meta in found if meta.get("static")]
-        names = [meta["setting"].name for meta in found if "setting" in meta]
-        names += [meta["reads"] for meta in found if "reads" in meta]
+        names = [
+            field.metadata["setting"].name
+            for field in _fields(cls, "setting")
+            if field.metadata.get("static")
+        ]
+        names += [field.metadata["reads"] for field in _fields(cls, "reads")]
         return tuple(getattr(row, name) for name in names)
 
     @classmethod
@@ -318,33 +326,12 @@ def on_device(packed: Any) -> Any:
 @dataclass_transform(frozen_default=True)
 def rule(cls: T) -> T:
     """Makes a class a rule: a named `pytree` with the settings that its fields declare."""
-    if "pack" in vars(cls):
-        raise TypeError(f"{cls.__name__} overrides pack; override columns, which pack uses")
     if "name" not in vars(cls):
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     made = pytree(cls)
-    declared = {f.name: s for f in dataclasses.fields(made) if (s := f.metadata.get("setting"))}
-    made._settings = tuple({s.name: s for s in declared.values()}.values())
-    near = {n: (f, s) for f, s in declared.items() for n in (s.name, f.removesuffix("_B"))}
-    near = {name: pair for name, pair in near.items() if not hasattr(made, name)}
-    made.__init__ = _naming_fields(made.__init__, near)
+    declared = (f.metadata["setting"] for f in dataclasses.fields(made) if "setting" in f.metadata)
+    made._settings = tuple({setting.name: setting for setting in declared}.values())
     return made
-
-
-def _naming_fields(init: Any, near: Mapping[str, tuple[str, Setting]]) -> Any:
-    """The `__init__` of a rule, with an error that names the field that was meant."""
-
-    @functools.wraps(init)
-    def __init__(self: Any, *values: Any, **named: Any) -> None:
-        for name in near.keys() & named.keys():
-            cls, (field, one) = type(self).__name__, near[name]
-            raise TypeError(
-                f"{cls} has no field {name!r}; use {cls}({field}=...), or the setting "
-                f"{one.name}=... of a call"
-            )
-        init(self, *values, **named)
-
-    return __init__
 
 
 def check_values(record: Any, settings: Mapping[str, Setting]) -> None:
@@ -390,23 +377,15 @@ def require_head(head: str, facts: Any, name: str, value: Any, instead: str = ""
     )
 
 
-def neutral(settings: Sequence[Setting]) -> Mapping[str, Any]:
-    return {setting.name: setting.default for setting in settings}
-
-
 def brief(value: Any) -> str:
     """The value as text for an error message, shortened to fit on a line."""
-    try:
-        text = " ".join(repr(value).split())
-    except ValueError:  # Python refuses to convert integers of over 4,300 digits to text
-        return f"<{type(value).__name__}>"
+    text = " ".join(repr(value).split())
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def closest(name: str, known: Any) -> str:
     """The known name that is most similar to `name`."""
-    (found,) = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return found
+    return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
 
 
 def renamed(name: str, known: Collection[str], settings: Mapping[str, Setting]) -> str:

@@ -86,7 +86,6 @@ EDITS: dict[str, dict[str, Any]] = {
     for order, remask, schedule, fill, renoise, edit_schedule, scoring in (
         ("random", "scheduled", "linear", "parallel", 0.2, "cosine", "uncertainty"),
         ("low_confidence", "none", "all", "wavefront", 0.0, "linear", "uncertainty"),
-        ("factor", "none", "all", "wavefront", 0.2, "cosine", "likelihood"),
         ("left_to_right", "remdm_conf", "linear", "parallel", 0.0, "cosine", "uncertainty"),
         ("margin", "none", "all", "parallel", 0.3, "linear", "uncertainty"),
         ("ancestral", "remdm_cap", "linear", "wavefront", 0.0, "cosine", "uncertainty"),
@@ -182,7 +181,6 @@ def samples(name: str, count: int, seed: int = 0) -> list[SamplingParams]:
         made(**_others(np.random.default_rng([500 + seed, index]), index, table) | dict(
             **_case(name) | (_edits(rng, index) if has_edits(name) else {}) | _limits(name),
             threshold=float(rng.uniform(0.1, 0.4)),
-            factor=float(rng.uniform(1.0, 2.0)),
             entropy_bound=float(rng.uniform(0.5, 4.0)),
             **_posterior(np.random.default_rng([300 + seed, index]), index),
             **_decoders(np.random.default_rng([300 + seed, index]), index, table),
@@ -277,7 +275,7 @@ def _edits(rng: np.random.Generator, index: int) -> dict[str, Any]:
         "cooldown_distance": index % 3,
         "edit_token": ("space", "mask")[index % 2],
         "overflow": ("trim", "refuse")[index // 2 % 2],
-        "length_target_mode": ("none", "to_max_new", "exact")[(0, 0, 2, 0, 1, 1, 0, 2)[index % 8]],
+        "length_target_mode": ("none", "to_max_new")[(0, 0, 1, 0, 1, 1, 0, 1)[index % 8]],
         "renoise": ("space", "mask", "random")[index % 3],
     }
 

@@ -89,26 +89,6 @@ def test_no_call_runs_the_program_of_another_rule(caches, is_run):
     assert pairs > (300 if is_run else 4000)
 
 
-def test_a_subclass_and_a_copy_are_told_apart_from_what_they_come_from():
-    @pytree
-    class Parent(Rule):
-        share_B: Any
-
-    @pytree
-    class Child(Parent):
-        pass
-
-    @pytree
-    class Twin(Rule):
-        share_B: Any
-
-    Twin.__qualname__ = Parent.__qualname__
-    trees = [jax.tree.structure(cls(1.0)) for cls in (Parent, Child, Twin)]
-    assert len(set(trees)) == 3 and not any(a == b for a, b in itertools.combinations(trees, 2))
-    same = dataclasses.replace(Parent(1.0), share_B=2.0)
-    assert jax.tree.structure(same) == trees[0]
-
-
 # What a setting may be
 
 KINDS = {
@@ -177,10 +157,6 @@ def test_the_settings_of_a_request_fit_on_a_page():
     assert len(BUILT_IN.request_settings) <= 70
 
 
-def test_a_setting_that_parses_keeps_what_it_made():
-    assert KINDS["parsed"].checked("12") == (1, 2)
-
-
 def test_a_choice_stands_for_its_value_and_is_named_by_it():
     choice = KINDS["choice"]
     assert (choice.resolved("cosine"), choice.named(2)) == (2, "cosine")
@@ -212,16 +188,6 @@ def test_columns_have_the_type_of_their_setting():
 
 
 # Rules of one's own
-
-
-def test_a_rule_that_overrides_what_columns_are_packed_by_is_refused():
-    class Halved(LogitTransform):
-        @classmethod
-        def pack(cls, rows: Any, facts: Any) -> Any:
-            return None
-
-    with pytest.raises(TypeError, match="Halved overrides pack; override columns"):
-        rule(Halved)
 
 
 def _refused(line: str, **settings: Any) -> None:
@@ -256,14 +222,10 @@ def test_a_rule_of_the_wrong_kind_is_refused():
     class Kindless(Rule):
         share_B: jax.Array = per_row(COUNT)
 
-    class Bare(Leftmost):
-        pass
-
     class Plain:
         pass
 
     _refused(f"rule Kindless {KIND}", rules=[Kindless])
-    _refused(f"rule Bare {KIND}", rules=[Bare])
     _refused(
         f"rules has {Plain!r}, which is not a rule; pass modules, or classes decorated by "
         "dlm_jax.rule that subclass CommitRule, LogitTransform, ...", rules=[Plain],
@@ -272,16 +234,19 @@ def test_a_rule_of_the_wrong_kind_is_refused():
         "rules is the class Leftmost; pass a list of classes or a module with classes",
         rules=Leftmost,
     )
-    _refused("commit is a Temperature, which is not a CommitRule or NoiseRule; use order=... for a "
-             "name",
+    _refused("commit is a Temperature, which is not a CommitRule or NoiseRule object",
              commit=Temperature(0.5))  # fmt: skip
-    _refused("commit is the class Leftmost, not an object; pass Leftmost(...)", commit=Leftmost)
+    _refused(
+        "commit is the class Leftmost, which is not a CommitRule or NoiseRule object",
+        commit=Leftmost,
+    )
     _refused("transforms is a Temperature; pass a list, such as [..., f]",
              transforms=Temperature(0.5))  # fmt: skip
     _refused(
-        "transforms is a Threshold, which is not a LogitTransform", transforms=[Threshold(0.5)]
+        "transforms is a Threshold, which is not a LogitTransform object",
+        transforms=[Threshold(0.5)],
     )
-    _refused("remask is a Leftmost, which is not a RemaskRule", remask=Leftmost(2))
+    _refused("remask is a Leftmost, which is not a RemaskRule object", remask=Leftmost(2))
     _refused("commit and order both select a rule; pass only one",
              commit=Threshold(0.5), order="random")  # fmt: skip
 
@@ -298,12 +263,6 @@ def test_a_rule_without_what_its_kind_requires_is_refused(base, method):
 
     line = f"rule Lacking lacks {method}(), which {base.__name__} requires"
     _refused(line, rules=[Lacking])
-
-
-def test_a_field_by_the_name_of_its_setting_is_named():
-    line = r"Threshold has no field 'threshold'; use Threshold\(threshold_B=...\), or the setting"
-    with pytest.raises(TypeError, match=line):
-        Threshold(threshold=0.5)
 
 
 def test_a_rule_whose_name_is_taken_is_refused():
@@ -334,12 +293,6 @@ def test_a_setting_that_two_declare_differently_is_refused(name):
         f"setting {name!r} is declared twice with different definitions; share one Setting, or "
         "rename one", rules=[Leftmost, Other],
     )  # fmt: skip
-
-
-def test_a_module_without_rules_is_refused_and_one_with_rules_gives_its_own():
-    empty = types.ModuleType("nothing_here")
-    empty.Leftmost = Leftmost  # from elsewhere
-    _refused("rules=nothing_here defines no rule; see docs/own_rules.md", rules=empty)
 
 
 def test_settings_of_ones_own_rules_are_checked_like_any():
@@ -390,21 +343,3 @@ def test_what_is_static_is_named_by_its_setting():
     assert ByMode().count == 1
     assert ByMode(3, 2).as_settings() == {"own_mode": "many", "own_count": 2}
     assert [s.name for s in ByMode.settings()] == ["own_mode", "own_count"]
-
-
-def test_a_pytree_has_the_fields_that_its_class_makes_when_asked():
-    """Python 3.14 makes the annotations of a class on access; they are not in its `vars`."""
-    plain = type.__dict__["__annotations__"]
-
-    class Lazy(type):
-        @property
-        def __annotations__(cls):
-            return plain.__get__(cls) or {"x": int}
-
-        @__annotations__.setter
-        def __annotations__(cls, made):
-            plain.__set__(cls, made)
-
-    made = pytree(Lazy("Made", (), {}))
-    assert [field.name for field in dataclasses.fields(made)] == ["x", "identity"]
-    assert jax.tree.leaves(made(x=3)) == [3]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -75,6 +74,8 @@ class NoiseUpdate(NamedTuple):
 class NoiseRule(OrderRule):
     """Writes every open position of a block in each step. Only `update` is required."""
 
+    required: ClassVar[tuple[str, ...]] = ("update",)
+
     @classmethod
     def check(cls, row: Any) -> None:
         super().check(row)
@@ -115,7 +116,6 @@ class NoiseRule(OrderRule):
         """
         return drawn.logprob_N, state_N
 
-    @abc.abstractmethod
     def update(
         self, state: Any, context: NoiseContext, proposal: Proposal
     ) -> tuple[NoiseUpdate, Any]:

@@ -15,7 +15,15 @@ import numpy as np
 
 from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.sampling.rules import BUILT_IN, SLOTS, RuleTable, classes_of, shown_rule, with_rules
+from dlm_jax.sampling.rules import (
+    BUILT_IN,
+    SLOTS,
+    RuleTable,
+    base_name,
+    classes_of,
+    shown_rule,
+    with_rules,
+)
 from dlm_jax.sampling.transforms.transform import function_transform, is_greedy
 from dlm_jax.settings import Rule, Setting, check_values, nearest
 
@@ -199,20 +207,16 @@ def _rule_objects(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:
         is_object = isinstance(value, base) or (selector and isinstance(value, Rule | type))
         if value is None or not (is_object or slot in ("transforms", "commit")):
             continue  # a name or a value of the setting of this name
-        given: Any = value if slot == "transforms" else [value]
-        for place, rule in enumerate(given):
-            if slot == "transforms" and rule is ... and place == 0:
-                continue  # the model's chain, which custom transforms follow
+        rules: list[Any] = [value]
+        if slot == "transforms":
+            rules = list(layer[slot])
+            rules = rules[1:] if rules[:1] == [...] else rules
+        for rule in rules:
             if slot == "transforms" and callable(rule) and not isinstance(rule, Rule | type):
                 rule = function_transform(rule)
             if not isinstance(rule, base):
-                if rule is ...:
-                    raise ValueError("transforms has ... behind another part; it comes first")
-                why = f"which is not a {SLOTS[slot].base_name}"
-                why += "; use order=... for a name" if slot == "commit" else ""
-                if isinstance(rule, type) and issubclass(rule, base):
-                    why = f"not an object; pass {rule.__name__}(...)"
-                raise ValueError(f"{slot} is {shown_rule(rule)}, {why}")
+                kind = base_name(base)
+                raise ValueError(f"{slot} is {shown_rule(rule)}, which is not a {kind} object")
             found.append((slot, rule))
         if selector != slot and selector in layer:
             raise ValueError(f"{slot} and {selector} both select a rule; pass only one")

@@ -7,9 +7,8 @@ it can write a space or a random token, which the model reads as text.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from dlm_jax.sampling.commit.orders import (
     sigma_max,
     visible_shares,
 )
-from dlm_jax.sampling.row import SCHEDULES, check_space, ratio_at
+from dlm_jax.sampling.row import check_space, ratio_at
 from dlm_jax.settings import (
     Rule,
     Setting,
@@ -102,6 +101,8 @@ class RemaskRule(Rule):
         attribute of the class, or a static field.
     """
 
+    required: ClassVar[tuple[str, ...]] = ("select",)
+
     needs: tuple[str, ...] = ()
 
     @classmethod
@@ -123,7 +124,6 @@ class RemaskRule(Rule):
         """The state before the first step, as in `CommitRule.init`; empty by default."""
         return ()
 
-    @abc.abstractmethod
     def select(self, state: Any, context: RemaskContext) -> WithState:
         """True at the positions to remask, ``[B, L]``, and the new state. Positions that are not
         open are ignored. The new state holds in rows that take a step.
@@ -159,40 +159,19 @@ class Scheduled(RemaskRule):
     log_prob = certain
 
     start_B: jax.Array = per_row(
-        Setting(
-            "remask_start",
-            0.95,
-            "scheduled: initial share of remasked tokens, in [0, 1]",
-            low=0.0,
-            high=1.0,
-        )
+        Setting("remask_start", 0.95, "scheduled: initial share of remasked tokens", 0.0, 1.0)
     )
     end_B: jax.Array = per_row(
-        Setting(
-            "remask_end",
-            0.05,
-            "scheduled: share of tokens remasked before the last step, in [0, 1]",
-            low=0.0,
-            high=1.0,
-        )
+        Setting("remask_end", 0.05, "scheduled: share before the last step", 0.0, 1.0)
     )
     randomness_B: jax.Array = per_row(
-        Setting(
-            "remask_randomness",
-            0.0,
-            "scheduled: weight of randomness relative to wrongness, in [0, 1]; 1 selects tokens at "
-            "random",
-            low=0.0,
-            high=1.0,
-        )
+        Setting("remask_randomness", 0.0, "scheduled: share of randomness", 0.0, 1.0)
     )
     needs: tuple[str, ...] = static(
         Setting(
             "remask_by",
             "confidence",
-            "scheduled: measure of wrongness: the probability of the token when it was drawn "
-            "(confidence), or the critic head on the filled text (critic), which "
-            "costs a forward pass",
+            "scheduled: wrongness by the probability of the token or by the critic",
             choices={"confidence": (), "critic": ("head:critic",)},
         )
     )
@@ -353,39 +332,17 @@ class Renoise(Rule):
     """Overwrites a randomly chosen part of the block's unfrozen tokens."""
 
     start_B: jax.Array = per_row(
-        Setting(
-            "renoise_start",
-            0.0,
-            "re-noise: share of tokens overwritten before the first step",
-            low=0.0,
-            high=1.0,
-        )
+        Setting("renoise_start", 0.0, "re-noise: share at the first step", 0.0, 1.0)
     )
     end_B: jax.Array = per_row(
-        Setting(
-            "renoise_end",
-            0.0,
-            "re-noise: share of tokens overwritten before the last step",
-            low=0.0,
-            high=1.0,
-        )
+        Setting("renoise_end", 0.0, "re-noise: share at the last step", 0.0, 1.0)
     )
     kind_B: jax.Array = per_row(
         Setting(
             "renoise",
             "space",
-            "re-noise: token written over other tokens before a forward pass: space, "
-            "mask or random",
+            "re-noise: token written over others",
             choices={name: name for name in RENOISE_TOKENS},
-        )
-    )
-    schedule: str = static(
-        Setting(
-            "renoise_schedule",
-            "cosine",
-            "re-noise: linear or cosine interpolation between the two shares",
-            choices=SCHEDULES,
-            is_preset=True,
         )
     )
 
@@ -420,7 +377,7 @@ class Renoise(Rule):
 
     def ratio(self, step_B: jax.Array, steps_B: jax.Array) -> jax.Array:
         """float32 ``[B]``, the fraction of tokens overwritten before the step with this index."""
-        return ratio_at(self.start_B, self.end_B, step_B, steps_B, schedule=self.schedule)
+        return ratio_at(self.start_B, self.end_B, step_B, steps_B, schedule="cosine")
 
     def write(
         self,

@@ -125,11 +125,6 @@ class Slot(NamedTuple):
     selector: str = ""
     by_use: bool = False
 
-    @property
-    def base_name(self) -> str:
-        """The name of the base class, for messages."""
-        return "CommitRule or NoiseRule" if self.base is OrderRule else self.base.__name__
-
 
 SLOTS: Mapping[str, Slot] = {
     "transforms": Slot(LogitTransform, "chain"),
@@ -398,10 +393,7 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
         found = [
             cls
             for cls in vars(rules).values()
-            if isinstance(cls, type)
-            and issubclass(cls, Rule)
-            and _is_registered(cls)
-            and f"{cls.__module__}.".startswith(f"{rules.__name__}.")
+            if _is_rule(cls) and f"{cls.__module__}.".startswith(f"{rules.__name__}.")
         ]
         if not found:
             raise ValueError(f"rules={rules.__name__} defines no rule; see docs/own_rules.md")
@@ -412,15 +404,18 @@ def classes_of(rules: Any) -> Sequence[type[Rule]]:
         )
     found = []
     for cls in rules:
-        if not isinstance(cls, ModuleType) and not (
-            isinstance(cls, type) and issubclass(cls, Rule)
-        ):
+        if not isinstance(cls, ModuleType) and not _is_rule(cls):
             raise ValueError(
                 f"rules has {cls!r}, which is not a rule; pass modules, or classes decorated by "
                 "dlm_jax.rule that subclass CommitRule, LogitTransform, ..."
             )
         found += classes_of(cls) if isinstance(cls, ModuleType) else [cls]
     return found
+
+
+def base_name(base: type[Rule]) -> str:
+    """The name of the base class of a slot, for messages."""
+    return "CommitRule or NoiseRule" if base is OrderRule else base.__name__
 
 
 def shown_rule(value: Any) -> str:
@@ -434,46 +429,31 @@ def _slot_of(cls: type[Rule]) -> str:
     """The slot of a custom rule; ValueError if the rule lacks what the slot requires."""
     slots = {name: slot for name, slot in SLOTS.items() if slot.selector}
     slot = next((name for name, slot in slots.items() if issubclass(cls, slot.base)), None)
-    if slot is None or not _is_registered(cls):
-        bases = ", ".join(slot.base_name for slot in slots.values())
+    if slot is None or not _is_rule(cls):
+        bases = ", ".join(base_name(slot.base) for slot in slots.values())
         raise ValueError(
             f"rule {cls.__name__} has no kind; decorate it with dlm_jax.rule and subclass one of "
             f"{bases}"
         )
-    base: Any = next((c for c in cls.__mro__[1:] if "required" in vars(c)), slots[slot].base)
-    required = [n for n in getattr(base, "required", ()) if getattr(cls, n) is getattr(base, n)]
-    for name in (*required, *(n for n in dir(cls) if _is_abstract(getattr(cls, n)))):
-        owner = next(c for c in cls.__mro__ if name in vars(c))
-        raise ValueError(f"rule {cls.__name__} lacks {name}(), which {owner.__name__} requires")
-    if isinstance(rewrites := getattr(cls, "rewrites", None), bool):
-        raise ValueError(
-            f"rule {cls.__name__} has rewrites={rewrites}; use the largest number of steps that a "
-            "block without holes takes, or None for a rule that selects only holes"
-        )
-    fields = [field.metadata for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    per_row = [meta["setting"] for meta in fields if "column" in meta]
+    owner: Any = next(c for c in cls.__mro__ if "required" in vars(c))
+    for name in owner.required:
+        if getattr(cls, name) is getattr(owner, name):
+            raise ValueError(f"rule {cls.__name__} lacks {name}(), which {owner.__name__} requires")
+    per_row = [f.metadata["setting"] for f in dataclasses.fields(cls) if "column" in f.metadata]  # type: ignore[arg-type]
     if slot == "transforms":
-        per_row = [s for s in per_row if s.activates and not s.is_list]
-    needs_row = slot in ("transforms", "remask", "edit") and cls.is_active is base.is_active
-    if needs_row and not per_row:
+        per_row = [setting for setting in per_row if setting.activates and not setting.is_list]
+    is_default = cls.is_active is slots[slot].base.is_active
+    if slot in ("transforms", "remask", "edit") and is_default and not per_row:
         raise ValueError(
             f"rule {cls.__name__} has no per-row setting that enables it; declare one, or define "
             "is_active() and is_used()"
         )
-    known = [field.name for field in dataclasses.fields(ModelFacts)]
-    for fact in (meta["fact"] for meta in fields if "fact" in meta):
-        if fact not in known:
-            advice = nearest(fact, known)
-            raise ValueError(f"rule {cls.__name__} requires the fact {fact!r}; {advice}")
     return slot
 
 
-def _is_abstract(member: Any) -> bool:
-    return getattr(member, "__isabstractmethod__", False)
-
-
-def _is_registered(cls: type) -> bool:
-    return "__dataclass_fields__" in vars(cls) and "identity" in vars(cls)["__dataclass_fields__"]
+def _is_rule(cls: Any) -> bool:
+    """True for the classes that `dlm_jax.settings.rule` decorates."""
+    return isinstance(cls, type) and issubclass(cls, Rule) and vars(cls).get("identity") is cls
 
 
 def _choice(

@@ -1,7 +1,6 @@
 """Rules as objects and rules of one's own: the same as settings by name, wherever settings go."""
 
 import dataclasses
-import sys
 import types
 
 import jax.numpy as jnp
@@ -141,7 +140,10 @@ def doubled(logits_NV):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"transforms": [TopK(2), ...]}, "transforms has ... behind another part; it comes first"),
+        (
+            {"transforms": [TopK(2), ...]},
+            "transforms is a ellipsis, which is not a LogitTransform object",
+        ),
         ({"commit": Threshold(0.5), "order": "random"}, "commit and order both select a rule"),
         ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is given twice"),
         (
@@ -157,9 +159,9 @@ def doubled(logits_NV):
         ({"commit": TopP(0.9)}, "commit is a TopP, which is not a CommitRule"),
         (
             {"commit": "threshold"},
-            "which is not a CommitRule or NoiseRule; use order=",
+            "which is not a CommitRule or NoiseRule object",
         ),
-        ({"commit": Threshold}, "commit is the class Threshold, not an object; pass Threshold("),
+        ({"commit": Threshold}, "commit is the class Threshold, which is not a CommitRule"),
         ({"transforms": Temperature(0.7)}, "transforms is a Temperature; pass a list"),
         (
             {"transforms": [Threshold(0.5)]},
@@ -187,32 +189,6 @@ def test_what_cannot_be_is_refused_in_one_line(settings, said):
     with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
         dlm_jax.generate(MODEL, ["A "], num_samples=3, **settings)
     assert said in str(refusal.value)
-
-
-def test_a_rule_without_what_its_kind_requires_or_with_a_taken_name_is_refused():
-    @rule
-    class Idle(dlm_jax.CommitRule):
-        """Selects nothing."""
-
-    @rule
-    class Again(dlm_jax.CommitRule):
-        """Has the name of another."""
-
-        name = "threshold"
-
-        def select(self, state, context, proposal):
-            return context.is_hole_BL, state
-
-    class Bare(dlm_jax.CommitRule):
-        """Not under `rule`."""
-
-        def select(self, state, context, proposal):
-            return context.is_hole_BL, state
-
-    for cls, said in ((Idle, "lacks select()"), (Again, "taken"), (Bare, "dlm_jax.rule")):
-        with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
-            dlm_jax.generate(MODEL, ["A "], rules=[cls])
-        assert said in str(refusal.value)
 
 
 def _pace(row, prompt):
@@ -256,14 +232,6 @@ def test_a_transform_of_ones_own_joins_the_recommended_chain():
     assert alone.texts[0] == "A " + letter * 8
 
 
-@pytest.mark.slow
-def test_a_module_stands_for_the_rules_that_it_defines():
-    module = sys.modules[__name__]
-    settings = {"order": "every_other", "pace": 3, "shift": 1e6, "seed": 3}
-    ours = dlm_jax.generate(MODEL, ["A "], rules=module, **settings)
-    _same(ours, dlm_jax.generate(MODEL, ["A "], rules=[EveryOther, Shift], **settings))
-
-
 def test_a_function_of_logits_is_a_transform_and_takes_part_in_no_other_row():
     def sharpened(logits_NV):
         return 2.0 * logits_NV
@@ -304,9 +272,3 @@ def test_read_back_of_a_fill_of_ones_own_gives_the_distribution_of_its_draws():
     for writing in traced:
         place = int(writing["position"]), int(writing["token"])
         np.testing.assert_allclose(found[place], writing["logprob"], rtol=1e-4, atol=1e-6)
-
-
-def test_a_rule_that_rewrites_says_for_how_many_steps():
-    old = rule(type("Old", (EveryOther,), {"rewrites": True, "__module__": __name__}))
-    with pytest.raises(ValueError, match="rule Old has rewrites=True; use the largest number"):
-        dlm_jax.generate(MODEL, ["The "], rules=[old])

@@ -281,51 +281,6 @@ def _best_or_due(
     return chosen | more, min(closest, more_closest / (SCORE_TOLERANCE * (1 + lam)))
 
 
-class ExactChoice(NamedTuple):
-    """The edits of one step of a row that must come to a length, in indices before any of them."""
-
-    inserts: set[int]
-    deletes: set[int]
-    harmful: set[int]
-    """Positions that may go, but not gladly: their score is 0."""
-    margin: float
-    """As that of `Choice`."""
-
-
-def select_exact(
-    row: Sequence[Cell],
-    own_logp: Sequence[float],
-    right_logp: Sequence[float],
-    params: Params,
-    *,
-    mask: int,
-    space: int | None,
-    edits_left: int,
-) -> ExactChoice:
-    """The edits of a row whose length must be the target within that many edits, this one too.
-
-    Neither ratios nor the cooldown count, and a score of 0 is no obstacle: what goes is first what
-    scores, best first, then what the next token replaces best: of the highest `p(i, x_i+1) - p(i,
-    x_i)`, which is -1 in front of a hole. What is protected stays. Tokens come into the gaps of
-    the highest score, doubted or not; the lower position on ties.
-    """
-    excess = len(row) - min(params.target, params.capacity)
-    share = math.ceil(abs(excess) / max(edits_left, 1))
-    deletable = [i for i in range(len(row)) if not is_protected(row, i, mask=mask, space=space)]
-    found = [_deletion_candidate(row, own_logp, right_logp, i, params, mask) for i in deletable]
-    worth = _worth(row, own_logp, right_logp, found, mask)
-    unsure = [abs(c.signed) for c in found if abs(c.signed) < math.inf]
-    deletes, delete_closest = _highest(worth, share if excess > 0 else 0)
-    legal = [i for i in range(1, len(row)) if not (row[i - 1].frozen and row[i].frozen)]
-    gaps = [_gap_candidate(row, own_logp, i, mask) for i in legal]
-    scored: _Worth = {c.position: (c.score, c.inputs) for c in gaps}
-    inserts, insert_closest = _highest(scored, share if excess < 0 else 0)
-    closest = min([delete_closest, insert_closest, *(unsure if excess > 0 else ())])
-    harmful = {i for i, (value, _) in worth.items() if value <= 0}
-    tolerance = SCORE_TOLERANCE * (1 + params.delete_lambda)
-    return ExactChoice(inserts, deletes, harmful, closest / tolerance)
-
-
 def _worth(
     row: Sequence[Cell],
     own_logp: Sequence[float],

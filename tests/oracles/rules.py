@@ -55,20 +55,6 @@ def threshold(confidence: Sequence[float], is_hole: Sequence[bool], tau: float) 
     return {i for i in holes if confidence[i] >= tau} | set(best)
 
 
-def factor(confidence: Sequence[float], is_hole: Sequence[bool], f: float) -> set[int]:
-    """The longest prefix of holes, surest first, with `c_n >= 1 - f/(n+1)`; at least one.
-
-    Wu et al. 2025 (Fast-dLLM). The c_n fall and the bounds rise with n, so the first
-    failure is the last success plus one, whichever way one looks for it. (Their code commits the
-    last hole as well when only that one fails.)
-    """
-    ranked = sorted(_holes(is_hole), key=lambda i: (-confidence[i], i))
-    n = 0
-    while n < len(ranked) and confidence[ranked[n]] >= 1 - f / (n + 2):
-        n += 1
-    return set(ranked[: max(n, 1)])
-
-
 def entropy_bound(entropy: Sequence[float], is_hole: Sequence[bool], bound: float) -> set[int]:
     """The least uncertain holes, accepted while `cumulative - own <= bound`; nats.
 

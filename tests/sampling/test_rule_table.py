@@ -8,15 +8,12 @@ import math
 import jax
 import numpy as np
 import pytest
-import rule_cases
 import transform_cases as tc
 from oracles import chain as oracle
 from oracles import near, samplers
 
 from dlm_jax.config import SamplingParams, resolve
 from dlm_jax.sampling import transforms as tf
-from dlm_jax.sampling.propose import Wavefront
-from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 
 BAD = [
@@ -51,16 +48,6 @@ def test_bad_value_is_refused_in_one_line_with_field_value_and_remedy(name, valu
         SamplingParams(**{name: value})
     message = str(error.value)
     assert name in message and "\n" not in message and "use" in message
-
-
-def test_top_p_of_zero_names_its_disabled_value():
-    with pytest.raises(ValueError, match="use 1.0"):
-        SamplingParams(top_p=0.0)
-
-
-def test_default_settings_are_neutral():
-    chain = pack([SamplingParams()] * 3, vocab_size=tc.VOCAB)
-    assert not any(np.any(t.is_active()) for t in chain.transforms)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +190,6 @@ def test_full_chain_agrees_with_the_oracle_row_by_row(half):
             np.testing.assert_allclose(out[n][sure], expected[sure], rtol=1e-3, atol=1e-4)
 
 
-def test_default_chain_names_every_family_once():
-    chain = pack([SamplingParams()], vocab_size=8)
-    assert tuple(dict.fromkeys(chain.names)) == ("bans", *tf.TRANSFORMS)
-
-
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
@@ -225,15 +207,3 @@ def test_the_part_of_a_chain_in_use_is_what_the_settings_ask_for(settings, names
     assert BUILT_IN.in_use(row) == names
     # What `pack_chain` would refuse to leave out is in it.
     pack([dataclasses.replace(row, chain=names)], vocab_size=8, eos_ids=(7,))
-
-
-def test_facts_are_named_so_that_none_stands_in_for_another():
-    with pytest.raises(TypeError):
-        ModelFacts(8, (0,), (1,), 2, None, True)  # type: ignore[misc]
-    Wavefront.check_model(None, rule_cases.FACTS)
-
-
-def test_packed_rows_have_no_seed_of_their_own():
-    packed = RowParams.pack([SamplingParams()] * 2, ModelFacts(vocab_size=8))
-    assert packed.seed_B is None and packed.capacity_B is None
-    assert packed.steps_B.shape == (2,)

@@ -15,7 +15,6 @@ from dlm_jax.sampling.commit.commit_rule import (
 from dlm_jax.sampling.commit.orders import (
     Ancestral,
     EntropyBound,
-    Factor,
     JointThreshold,
     LargeMargin,
     LeftToRight,
@@ -35,7 +34,6 @@ COMMIT_RULES: Mapping[str, type[CommitRule]] = {
         LowEntropy,
         LargeMargin,
         Threshold,
-        Factor,
         EntropyBound,
         Ancestral,
         RandomFilled,
@@ -51,7 +49,6 @@ __all__ = [
     "CommitRule",
     "DrawnTokens",
     "EntropyBound",
-    "Factor",
     "JointThreshold",
     "LargeMargin",
     "LeftToRight",

@@ -9,9 +9,8 @@ that round to 1.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +155,8 @@ class CommitRule(OrderRule):
         step that starts without holes and rewrites nothing.
     """
 
+    required: ClassVar[tuple[str, ...]] = ("select",)
+
     def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """True at the holes that this step can commit, ``[B, L]``.
 
@@ -172,7 +173,6 @@ class CommitRule(OrderRule):
         """
         return log_odds(drawn.logprob_N), state_N
 
-    @abc.abstractmethod
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
         """True at the positions to commit, ``[B, L]``, and the new state. Ineligible positions are
         ignored.

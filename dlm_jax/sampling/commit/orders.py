@@ -143,23 +143,16 @@ def margin(logits_NV: jax.Array, logprob_N: jax.Array) -> jax.Array:
 CONFIDENCE = Setting(
     "confidence",
     "sampled",
-    "confidence of a hole: probability of the drawn token (sampled), or of the most likely token "
-    "(max)",
+    "confidence of a hole: probability of the drawn or of the likeliest token",
     choices={"sampled": sampled, "max": maximum},
 )
-SCHEDULE = Setting(
-    "schedule",
-    "linear",
-    "distribution of a quota over the steps: linear, cosine, timesteps (as for a noise process "
-    "with evenly decreasing times), or all (every hole at every step)",
-    choices=QUOTAS,
-)
+SCHEDULE = Setting("schedule", "linear", "distribution of a quota over the steps", choices=QUOTAS)
 
 
 CONFIDENCE_OF = Setting(
     "confidence_of",
     "clean",
-    "logits for confidence, entropy and margin: clean, or filtered (after all transforms)",
+    "logits that confidence reads: clean, or filtered by all transforms",
     choices={"clean": "clean", "filtered": "filtered"},
     is_preset=True,
 )
@@ -178,8 +171,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 CONFIDENCE_WITHOUT = Setting(
     "confidence_without",
     (),
-    "ids excluded from confidence: probabilities are renormalised over the other ids, and a hole "
-    "with an excluded candidate has confidence 0",
+    "ids that confidence excludes; as candidates they have confidence 0",
     parse=_ids,
     hint=tuple[int, ...],
     is_preset=True,
@@ -354,34 +346,16 @@ class LeftToRight(QuotaRule):
 
 
 THRESHOLD = Setting(
-    "threshold",
-    0.9,
-    "order=threshold: minimum confidence of a committed hole, in [0, 1]",
-    low=0.0,
-    high=1.0,
+    "threshold", 0.9, "order=threshold: minimum confidence of a committed hole", low=0.0, high=1.0
 )
 THRESHOLD_ABOVE = Setting(
-    "threshold_above",
-    False,
-    "order=threshold: commit only holes strictly above the threshold",
-    is_preset=True,
+    "threshold_above", False, "commit only holes strictly above the threshold", is_preset=True
 )
 THRESHOLD_LEAST = Setting(
-    "threshold_least",
-    1,
-    "order=threshold: minimum number of tokens committed per step",
-    low=1,
-    is_preset=True,
+    "threshold_least", 1, "minimum number of tokens committed per step", low=1, is_preset=True
 )
 
-ENTROPY_BOUND = Setting(
-    "entropy_bound",
-    0.1,
-    "order=entropy_bound: bound in nats on the total entropy of the holes committed in a step, "
-    ">= 0",
-    low=0.0,
-    high=1e6,
-)
+ENTROPY_BOUND = Setting("entropy_bound", 0.1, "order=entropy_bound: nats per step", 0.0, 1e6)
 
 
 @rule
@@ -400,14 +374,7 @@ class Threshold(Confident):
     is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
     alone_B: jax.Array = per_row(
-        Setting(
-            "threshold_alone",
-            0,
-            "order=threshold: commit each hole at a multiple of this number alone, before all "
-            "other holes of its block; 0 disables it",
-            low=0,
-            is_preset=True,
-        )
+        Setting("threshold_alone", 0, "commit every nth hole alone and first", 0, is_preset=True)
     )
     confidence: Measure = static(CONFIDENCE)
     source: str = static(CONFIDENCE_OF)
@@ -433,37 +400,6 @@ class Threshold(Confident):
 
 
 @rule
-class Factor(Confident):
-    """Commits the most confident holes while ``c_n >= 1 - f / (n + 1)``.
-
-    The confidences ``c_n`` are in descending order, and n starts at 1. A step that commits more
-    holes requires a higher confidence (Fast-dLLM, section 3.3, theorem 1).
-    """
-
-    about = "confident holes, with a threshold that depends on their number"
-    log_prob = certain
-
-    factor_B: jax.Array = per_row(
-        Setting(
-            "factor",
-            1.0,
-            "order=factor: n holes are committed together if the confidence of each is at least 1 "
-            "- factor / (n + 1)",
-            low=0.0,
-            high=1e6,
-        )
-    )
-    confidence: Measure = static(CONFIDENCE)
-
-    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
-        score_BL = falling(context, proposal)
-        number_1L = 1.0 + jnp.arange(score_BL.shape[1])[None]
-        doubt_BL = jnp.minimum(self.factor_B[:, None] / (number_1L + 1.0), 1.0)
-        run_BL = jnp.cumprod(reaches(score_BL, -log_odds_of(doubt_BL), 1.0), axis=1)
-        return most_confident(context, proposal, jnp.maximum(jnp.sum(run_BL, axis=1), 1)), state
-
-
-@rule
 class EntropyBound(Confident):
     """Commits holes in ascending order of entropy while the sum of the preceding entropies is at
     most the bound.
@@ -486,7 +422,7 @@ class EntropyBound(Confident):
 
 
 @rule
-class JointThreshold(Confident):
+class JointThreshold(Threshold):
     """Commits confident holes, and replaces written tokens of the block with confident new ones.
 
     A block without holes continues until a step rewrites nothing, or for a limited number of steps
@@ -495,17 +431,12 @@ class JointThreshold(Confident):
     """
 
     about = "like threshold, but also rewrites written tokens"
-    log_prob = certain
 
-    threshold_B: jax.Array = per_row(THRESHOLD)
-    is_above_B: jax.Array = per_row(THRESHOLD_ABOVE)
-    least_B: jax.Array = per_row(THRESHOLD_LEAST)
     rewrite_B: jax.Array = per_row(
         Setting(
             "rewrite_threshold",
             0.9,
-            "order=joint_threshold: confidence above which another token replaces a written one, "
-            "in [0, 1]",
+            "order=joint_threshold: confidence of a new token",
             low=0.0,
             high=1.0,
             activates=False,
@@ -516,24 +447,20 @@ class JointThreshold(Confident):
         Setting(
             "rewrite_steps",
             16,
-            "order=joint_threshold: maximum number of rewriting steps in a block without holes",
+            "order=joint_threshold: maximum steps without holes",
             low=0,
             activates=False,
             is_preset=True,
         )
     )
-    confidence: Measure = static(CONFIDENCE)
 
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
-        surest_BL, written_BL = proposal.confidence_BL, context.written_BL
+        is_chosen_BL, state = super().select(state, context, proposal)
+        written_BL, cut_B1 = context.written_BL, log_odds_of(self.rewrite_B)[:, None]
         assert written_BL is not None, "the rule rewrites"
-        is_sure_BL = passes(surest_BL, self.threshold_B, self.is_above_B)
-        least_BL = most_confident(context, proposal, self.least_B)
-        is_better_BL = exceeds(surest_BL, log_odds_of(self.rewrite_B)[:, None], 1.0)
-        is_better_BL &= proposal.tokens_BL != written_BL
-        return (context.is_hole_BL & is_sure_BL) | least_BL | (
-            (written_BL >= 0) & is_better_BL
-        ), state
+        is_better_BL = exceeds(proposal.confidence_BL, cut_B1, 1.0)
+        is_better_BL &= (written_BL >= 0) & (proposal.tokens_BL != written_BL)
+        return is_chosen_BL | is_better_BL, state
 
 
 def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Array) -> jax.Array:
@@ -576,13 +503,7 @@ def falling(context: CommitContext, proposal: Proposal) -> jax.Array:
 # fraction of visible tokens.
 
 
-REMASK_ETA = Setting(
-    "remask_eta",
-    0.1,
-    "remdm: strength, in [0, 1]; for remdm_conf all values above 0 are equivalent",
-    low=0.0,
-    high=1.0,
-)
+REMASK_ETA = Setting("remask_eta", 0.1, "remdm: strength; remdm_conf: 0 is off", 0.0, 1.0)
 
 
 class NoiseSchedule(Protocol):

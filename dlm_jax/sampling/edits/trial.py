@@ -100,35 +100,13 @@ class Likelihood(EditRule):
     needs = ("likeliest",)
 
     gain_B: jax.Array = per_row(
-        Setting(
-            "edit_gain",
-            0.0,
-            "likelihood: minimum score of an edit in nats, >= 0",
-            low=0.0,
-            high=1e6,
-            is_preset=True,
-        )
+        Setting("edit_gain", 0.0, "likelihood: least score in nats", 0.0, 1e6, is_preset=True)
     )
     lead_gain_B: jax.Array = per_row(
-        Setting(
-            "edit_lead_gain",
-            0.25,
-            "likelihood: weight, in an edit's score, of its lead (log-probability of the new token "
-            "minus that of the current one), >= 0",
-            low=0.0,
-            high=1e6,
-            is_preset=True,
-        )
+        Setting("edit_lead_gain", 0.25, "likelihood: weight of leads", 0.0, 1e6, is_preset=True)
     )
     num_trials: int = static(
-        Setting(
-            "edit_trials",
-            6,
-            "likelihood: number of trial edits per step; each requires a forward pass",
-            low=1,
-            high=64,
-            is_preset=True,
-        )
+        Setting("edit_trials", 6, "likelihood: trial edits per step", 1, 64, is_preset=True)
     )
 
     @classmethod

@@ -24,8 +24,7 @@ from dlm_jax.types import left_of, right_of
 
 _NUDGE = 3
 EDIT_TOKENS, OVERFLOWS = ("space", "mask"), ("trim", "refuse")
-LENGTH_TARGETS = ("none", "to_max_new", "exact")
-_EXACT = 2
+LENGTH_TARGETS = ("none", "to_max_new")
 
 
 def _number(
@@ -34,8 +33,8 @@ def _number(
     return per_row(Setting(name, default, help, low=0.0, high=high, is_preset=is_preset))
 
 
-def _choice(name: str, default: str, help: str, names: tuple[str, ...]) -> Any:
-    return per_row(Setting(name, default, help, choices={name: name for name in names}))
+def _choice(name: str, help: str, names: tuple[str, ...]) -> Any:
+    return per_row(Setting(name, names[0], help, choices={name: name for name in names}))
 
 
 @rule
@@ -47,81 +46,42 @@ class Uncertainty(EditRule):
     about = "uncertainty of the tokens next to the gap"
 
     insert_start_B: jax.Array = _number(
-        "insert_ratio_start",
-        0.04,
-        "edit: number of insertions per generated token before the first step, in [0, 1]",
+        "insert_ratio_start", 0.04, "edit: insertions per generated token before the first step"
     )
     insert_end_B: jax.Array = _number(
-        "insert_ratio_end",
-        0.0,
-        "edit: number of insertions per generated token before the last step",
+        "insert_ratio_end", 0.0, "edit: insertions per generated token before the last step"
     )
     delete_start_B: jax.Array = _number(
-        "delete_ratio_start",
-        0.04,
-        "edit: number of deletions per generated token before the first step",
+        "delete_ratio_start", 0.04, "edit: deletions per generated token before the first step"
     )
     delete_end_B: jax.Array = _number(
-        "delete_ratio_end",
-        0.0,
-        "edit: number of deletions per generated token before the last step",
+        "delete_ratio_end", 0.0, "edit: deletions per generated token before the last step"
     )
     insert_margin_B: jax.Array = _number(
-        "insert_margin",
-        0.0,
-        "edit: lower bound (exclusive) on the score of an insertion",
-        high=1e6,
-        is_preset=True,
+        "insert_margin", 0.0, "edit: score that an insertion must exceed", 1e6, is_preset=True
     )
     delete_margin_B: jax.Array = _number(
-        "delete_margin",
-        0.02,
-        "edit: lower bound (exclusive) on the probability of the next token minus that of a "
-        "deleted token, >= 0",
-        high=1e6,
+        "delete_margin", 0.02, "edit: lead of the next token that a deletion must exceed", 1e6
     )
     lambda_B: jax.Array = _number(
-        "delete_lambda",
-        0.3,
-        "edit: weight, in a deletion's score, of the probability difference at the next position",
-        high=1e6,
+        "delete_lambda", 0.3, "edit: weight of the next position in a deletion's score", 1e6
     )
     cooldown_B: jax.Array = per_row(
-        Setting(
-            "cooldown_distance",
-            1,
-            "edit: minimum distance to the edits of the last step; 0 disables it",
-            low=0,
-            high=2**20 - 1,
-        )
+        Setting("cooldown_distance", 1, "edit: minimum distance to the last edits", 0, 2**20 - 1)
     )
     overflow_B: jax.Array = _choice(
-        "overflow",
-        "trim",
-        "edit: insertions beyond max_length drop the tail (trim) or are not made (refuse)",
-        OVERFLOWS,
+        "overflow", "edit: insertions beyond max_length drop the tail or are not made", OVERFLOWS
     )
     target_mode_B: jax.Array = _choice(
         "length_target_mode",
-        "none",
-        "edit: to_max_new moves the length towards max_new_tokens by up to three edits a "
-        "step, in addition to the ratios; exact reaches it in the remaining steps, without "
-        "the ratios",
+        "edit: to_max_new adds up to three edits a step towards max_new_tokens",
         LENGTH_TARGETS,
     )
     token_B: jax.Array = _choice(
-        "edit_token",
-        "space",
-        "edit: inserted token: space, or mask (a hole that is filled later)",
-        EDIT_TOKENS,
+        "edit_token", "edit: inserted token; mask is a hole that is filled later", EDIT_TOKENS
     )
     schedule: str = static(
-        Setting(
-            "edit_schedule",
-            "cosine",
-            "edit: schedule of the ratios from start to end: linear or cosine",
-            choices=SCHEDULES,
-        )
+        Setting("edit_schedule", "cosine", "edit: schedule of the ratios", choices=SCHEDULES)
     )
 
     @classmethod
@@ -171,20 +131,18 @@ class Uncertainty(EditRule):
         worst-fitting successors are deleted last. A gap must have a live position on its right. A
         deleted token must be live and unfrozen, and it must be neither a hole nor the last token in
         its row. A space is deleted only at a position that an edit inserted. Positions within the
-        cooldown distance of a mark are skipped, except in rows with an exact target; for a gap,
-        this is the position of its new token. Insertions and deletions are selected independently.
-        In rows that do not trim, insertions are limited to the free capacity after the deletions.
-        The same limit applies in rows that grow towards a target, so that no token is dropped.
+        cooldown distance of a mark are skipped; for a gap, this is the position of its new token.
+        Insertions and deletions are selected independently. In rows that do not trim, insertions
+        are limited to the free capacity after the deletions. The same limit applies in rows that
+        grow towards a target, so that no token is dropped.
         """
         gap_BL, misfit_BL = scores
-        is_exact_B = self.target_mode_B == _EXACT
-        is_cool_BL = ~_is_near(context.mark_BL, self.cooldown_B) | is_exact_B[:, None]
+        is_cool_BL = ~_is_near(context.mark_BL, self.cooldown_B)
 
-        # Budgets: the edits that the ratios allow, and the change that a target requires. The edits
-        # for an exact target are spread over the remaining edit steps and replace the ratios.
+        # Budgets: the edits that the ratios allow, and the change that a target requires.
         num_free_B = jnp.sum(context.is_live_BL & ~context.frozen_BL, axis=1)
         num_insert_B, num_delete_B = (
-            jnp.where(is_exact_B, 0, jnp.floor(ratio_B * num_free_B + 1e-3).astype(jnp.int32))
+            jnp.floor(ratio_B * num_free_B + 1e-3).astype(jnp.int32)
             for ratio_B in (
                 ratio_at(start_B, end_B, context.step_B, context.steps_B, schedule=self.schedule)
                 for start_B, end_B in (
@@ -194,9 +152,7 @@ class Uncertainty(EditRule):
             )
         )
         surplus_B = context.length_B - jnp.minimum(context.target_B, context.capacity_B)
-        left_B = jnp.maximum(context.steps_B - context.step_B, 1)
-        share_B = jnp.sign(surplus_B) * -(-jnp.abs(surplus_B) // left_B)
-        nudge_B = jnp.where(is_exact_B, share_B, jnp.clip(surplus_B, -_NUDGE, _NUDGE))
+        nudge_B = jnp.clip(surplus_B, -_NUDGE, _NUDGE)
         nudge_B = jnp.where(self.target_mode_B > 0, nudge_B, 0)
         grow_B, shrink_B = jnp.maximum(-nudge_B, 0), jnp.maximum(nudge_B, 0)
 

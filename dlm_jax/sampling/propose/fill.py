@@ -226,7 +226,8 @@ class FillInput:
         best_N = argmax(clean_NV)
         banned_1K = jnp.array(self.banned_ids, jnp.int32)[None]
         is_banned_N = jnp.any(best_N[:, None] == banned_1K, axis=1)
-        is_banned_N |= self.chain.forbids(best_N, at.row_N)
+        is_banned_BV = self.chain.banned(self.tokens_BL.shape[0], clean_NV.shape[1])
+        is_banned_N |= is_banned_BV[at.row_N, best_N]
         return jnp.where(is_banned_N, -1, best_N)
 
     def score_ids(

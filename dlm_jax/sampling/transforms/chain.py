@@ -96,15 +96,6 @@ class Chain:
         pairs = zip(self.transforms, state, strict=True)
         return tuple(t.update(s, is_committed_BL, proposal) for t, s in pairs)
 
-    def forbids(self, ids_N: Array, row_N: Array) -> Array:
-        """True `[N]` where a bias of -inf bans the id for the row."""
-        is_banned_N = jnp.zeros(row_N.shape, bool)
-        for t in self.transforms:
-            if isinstance(t, LogitBias):
-                is_ban_NK = (t.ids_BK[row_N] == ids_N[:, None]) & (t.bias_BK[row_N] == -jnp.inf)
-                is_banned_N |= is_ban_NK.any(axis=1)
-        return is_banned_N
-
     def banned(self, num_rows: int, vocab_size: int) -> Array:
         """True `[B, V]` where a bias of -inf bans the id for the row."""
         is_banned_BV = jnp.zeros((num_rows, vocab_size), bool)

@@ -32,20 +32,13 @@ class Mirostat(Pointwise):
     """
 
     version_B: Array = per_row(
-        Setting(
-            "mirostat",
-            0,
-            "version of Mirostat, 1 or 2, which replaces the truncations and XTC; 0 disables it",
-            low=0,
-            high=2,
-            remedy="use 0 (off), 1 or 2",
-        )
+        Setting("mirostat", 0, "version of Mirostat, replaces truncations and XTC; 0: off", 0, 2)
     )
     tau_B: Array = per_row(
         Setting(
             "mirostat_tau",
             5.0,
-            "target surprise of Mirostat in bits, >= 0",
+            "target surprise of Mirostat in bits",
             low=0.0,
             high=1e6,
             activates=False,
@@ -56,7 +49,7 @@ class Mirostat(Pointwise):
         Setting(
             "mirostat_eta",
             0.1,
-            "learning rate of Mirostat, >= 0",
+            "learning rate of Mirostat",
             low=0.0,
             high=1e6,
             activates=False,

@@ -48,38 +48,24 @@ class Penalties(LogitTransform):
         Setting(
             "repetition_penalty",
             1.0,
-            "divisor (or factor, for negative logits) of the logits of seen tokens, "
-            "> 0; 1 disables it",
+            "divisor (factor, if negative) of the logits of seen tokens; 1 disables it",
             low=1e-6,
             high=1e6,
-            remedy="use 1.0 to disable it",
             aliases=("repeat_penalty",),
         )
     )
     frequency_B: Array = per_row(
-        Setting(
-            "frequency_penalty",
-            0.0,
-            "number subtracted from a token's logit per occurrence; 0 disables it",
-            remedy="use 0.0 to disable it",
-        )
+        Setting("frequency_penalty", 0.0, "number subtracted from a token's logit per occurrence")
     )
     presence_B: Array = per_row(
-        Setting(
-            "presence_penalty",
-            0.0,
-            "number subtracted from the logit of every seen token; 0 disables it",
-            remedy="use 0.0 to disable it",
-        )
+        Setting("presence_penalty", 0.0, "number subtracted from the logit of every seen token")
     )
     last_n_B: Array = per_row(
         Setting(
             "penalty_last_n",
             -1,
-            "number of newest tokens that count towards penalties; -1: the whole row with its "
-            "prompt, 0: no penalties",
+            "number of newest tokens that penalties count; -1: the whole row, 0: none",
             low=-1,
-            remedy="use -1 for all tokens of the row or 0 to disable it",
             activates=False,
             aliases=("repeat_last_n",),
         )
@@ -132,33 +118,13 @@ class Dry(LogitTransform):
     """
 
     multiplier_B: Array = per_row(
-        Setting(
-            "dry_multiplier",
-            0.0,
-            "weight of the penalty on repetitions, >= 0; 0 disables it",
-            low=0.0,
-            remedy="use 0.0 to disable it",
-        )
+        Setting("dry_multiplier", 0.0, "weight of the penalty on repetitions", low=0.0)
     )
     base_B: Array = per_row(
-        Setting(
-            "dry_base",
-            1.75,
-            "base of the penalty's growth with the length of the repetition, >= 1",
-            low=1.0,
-            high=1e6,
-            activates=False,
-        )
+        Setting("dry_base", 1.75, "DRY: growth per repeated token", 1.0, 1e6, activates=False)
     )
     allowed_length_B: Array = per_row(
-        Setting(
-            "dry_allowed_length",
-            2,
-            "longest repetition without a penalty, >= 1",
-            low=1,
-            remedy="use 2",
-            activates=False,
-        )
+        Setting("dry_allowed_length", 2, "DRY: longest free repetition", 1, activates=False)
     )
     breakers_BK: Array = per_row(DRY_BREAKERS, column=lambda rows: padded(rows, -1, np.int32))
 

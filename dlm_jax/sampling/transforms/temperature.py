@@ -13,24 +13,18 @@ from jax import Array
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.transforms.transform import At, Pointwise
-from dlm_jax.settings import ABOVE_ZERO, Setting, SettingError, per_row, rule
+from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, require, rule
 
 
 def _temperature(setting: Setting) -> Setting:
-    """The setting, which also rejects positive values below 1e-6 and negative values except -1."""
+    """The setting, which also rejects numbers that are too small for float32."""
 
     def parse(value: Any) -> float:
         value = setting.checked(value)
-        if 0 < value < 1e-6:
-            raise SettingError(
-                setting.name, value, "is too small for float32", "use 0.0 for greedy"
-            )
-        if -1 < value < 0:
-            raise SettingError(
-                setting.name, value, "is negative", "use -1 for the same temperature at every step"
-            )
+        require(value in (0, -1) or value >= 1e-6, setting.name, value, "is below 1e-6", remedy)
         return value
 
+    remedy = setting.remedy
     return dataclasses.replace(setting, parse=parse)
 
 
@@ -74,23 +68,15 @@ class Temperature(Pointwise):
     temperature_B: Array = per_row(TEMPERATURE)
     last_B: Array | None = per_row(TEMPERATURE_END, default=None)
     range_B: Array = per_row(
-        Setting(
-            "dynatemp_range",
-            0.0,
-            "half-width of the dynamic temperature range, >= 0; 0 is plain temperature",
-            low=0.0,
-            high=1e6,
-            remedy="use 0.0 to disable it",
-        )
+        Setting("dynatemp_range", 0.0, "half-width of dynamic temperatures; 0: off", 0.0, 1e6)
     )
     exponent_B: Array = per_row(
         Setting(
             "dynatemp_exponent",
             1.0,
-            "dynamic temperature: exponent of the relative entropy, > 0",
+            "dynamic temperature: exponent of the relative entropy",
             low=ABOVE_ZERO,
             high=1e6,
-            remedy="use 1.0",
             activates=False,
             aliases=("dynatemp_exp",),
         )

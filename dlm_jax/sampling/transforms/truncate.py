@@ -130,8 +130,8 @@ def _search(
         key_N = _next_bound(s)
         bound_N1 = _float(key_N)[:, None]
         terms = [lambda block, _: jnp.where(value(block) > bound_N1, 1.0, 0.0)]
-        if weight is not None:
-            terms.append(lambda block, _: jnp.where(value(block) > bound_N1, weight(block), 0.0))
+        if (of := weight) is not None:
+            terms.append(lambda block, _: jnp.where(value(block) > bound_N1, of(block), 0.0))
         above = vocab.sums(logits_NV, *terms)
         count_above_N, mass_above_N = above[0], above[-1]
         is_inside_N = (mass_above_N < mass_N) | (count_above_N < count_N)
@@ -203,10 +203,9 @@ MAX_CANDIDATES = 64
 MIN_KEEP = Setting(
     "min_keep",
     1,
-    "minimum number of candidates that a truncation keeps, in [1, 64]",
+    "minimum number of candidates that a truncation keeps",
     low=1,
     high=MAX_CANDIDATES,
-    remedy="use 1",
     activates=False,
 )
 
@@ -307,12 +306,7 @@ class TopP(Truncation):
 
     p_B: Array = per_row(
         Setting(
-            "top_p",
-            1.0,
-            "probability mass of the nucleus, in (0, 1]; 1 disables it",
-            low=ABOVE_ZERO,
-            high=1.0,
-            remedy="use 1.0 to disable it",
+            "top_p", 1.0, "probability mass of the nucleus; 1 disables it", low=ABOVE_ZERO, high=1.0
         )
     )
     min_keep_B: Array = per_row(MIN_KEEP)
@@ -343,10 +337,9 @@ class TypicalP(Truncation):
         Setting(
             "typical_p",
             1.0,
-            "probability mass of the most typical tokens to keep, in (0, 1]; 1 disables it",
+            "probability mass of the most typical tokens; 1 disables it",
             low=ABOVE_ZERO,
             high=1.0,
-            remedy="use 1.0 to disable it",
             aliases=("typical", "typ_p"),
         )
     )
@@ -380,14 +373,7 @@ class MinP(Truncation):
     """Keeps tokens with `p >= m * max(p)`; m = 0 disables it."""
 
     p_B: Array = per_row(
-        Setting(
-            "min_p",
-            0.0,
-            "minimum probability of a token as a fraction of the largest, in [0, 1]; 0 disables it",
-            low=0.0,
-            high=1.0,
-            remedy="use 0.0 to disable it",
-        )
+        Setting("min_p", 0.0, "minimum probability relative to the largest; 0: off", 0.0, 1.0)
     )
     min_keep_B: Array = per_row(MIN_KEEP)
 
@@ -410,8 +396,7 @@ class TopNSigma(Truncation):
         Setting(
             "top_n_sigma",
             0.0,
-            "maximum distance below the largest logit, in standard deviations; <= 0 disables it",
-            remedy="use 0.0",
+            "maximum standard deviations below the largest logit; <= 0 disables it",
         )
     )
     min_keep_B: Array = per_row(MIN_KEEP)
@@ -453,23 +438,15 @@ class Xtc(Truncation):
     """
 
     probability_B: Array = per_row(
-        Setting(
-            "xtc_probability",
-            0.0,
-            "probability that XTC drops all top choices except the least likely one, in [0, 1]",
-            low=0.0,
-            high=1.0,
-            remedy="use 0.0 to disable it",
-        )
+        Setting("xtc_probability", 0.0, "probability that XTC drops top choices", 0.0, 1.0)
     )
     threshold_B: Array = per_row(
         Setting(
             "xtc_threshold",
             0.1,
-            "minimum probability of a top choice for XTC; above 0.5 disables it",
+            "XTC: minimum probability of a top choice; above 0.5 disables it",
             low=ABOVE_ZERO,
             high=1.0,
-            remedy="use a value above 0.5 to disable it",
             activates=False,
         )
     )

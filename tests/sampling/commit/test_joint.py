@@ -53,8 +53,9 @@ def test_written_tokens_give_way_to_another_that_is_sure_enough_and_given_ones_d
     tokens = RNG.integers(0, 3, kind.shape).astype(np.int32)
     sure = RNG.random(kind.shape).astype(np.float32)
     rule = JointThreshold(
-        jnp.full(ROWS, 0.7), jnp.full(ROWS, True), jnp.ones(ROWS, jnp.int32), jnp.full(ROWS, 0.5),
-        jnp.full(ROWS, 4, jnp.int32),
+        jnp.full(ROWS, 0.7), jnp.full(ROWS, True), jnp.ones(ROWS, jnp.int32),
+        jnp.zeros(ROWS, jnp.int32), rewrite_B=jnp.full(ROWS, 0.5),
+        rewrites=jnp.full(ROWS, 4, jnp.int32),
     )  # fmt: skip
     context = _context(kind == 0, jnp.asarray(written))
     chosen = np.asarray(rule.select((), context, _proposal(tokens, sure))[0])

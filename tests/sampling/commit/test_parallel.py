@@ -1,4 +1,4 @@
-"""Threshold, factor and entropy-bound decoding against plain Python, and the measures they read."""
+"""Threshold and entropy-bound decoding against plain Python, and the measures they read."""
 
 import math
 
@@ -9,7 +9,7 @@ import pytest
 from oracles import rules as oracle
 from scipy.special import expit
 
-from dlm_jax.sampling.commit import CommitContext, EntropyBound, Factor, Proposal, Threshold
+from dlm_jax.sampling.commit import CommitContext, EntropyBound, Proposal, Threshold
 from dlm_jax.sampling.commit.commit_rule import log_odds_of
 from dlm_jax.sampling.commit.orders import certainty, margin, maximum, sampled
 
@@ -51,10 +51,9 @@ def _confidences():
     ("rule", "expected"),
     [
         (_threshold(SETTING / 2), lambda c, h, s: oracle.threshold(c, h, s / 2)),
-        (Factor(jnp.asarray(SETTING)), oracle.factor),
         (EntropyBound(jnp.asarray(SETTING)), lambda c, h, s: oracle.entropy_bound(-c, h, s)),
     ],
-    ids=["threshold", "factor", "entropy_bound"],
+    ids=["threshold", "entropy_bound"],
 )
 def test_rule_equals_the_oracle_and_commits_at_least_one(rule, expected):
     confidence = _confidences()

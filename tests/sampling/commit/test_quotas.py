@@ -71,13 +71,6 @@ def _expected(name, holes, steps):
     return counts + [0] * (MAX_STEPS - steps)
 
 
-def test_six_orders_of_one_module_commit_a_quota():
-    here = {name for name, rule in ORDERS.items() if rule.__module__ == QuotaRule.__module__}
-    assert here == {
-        "low_confidence", "random", "left_to_right", "entropy", "margin", "random_filled"
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("name", QUOTAS)
 def test_quota_equals_the_oracle_for_every_number_of_holes_and_steps(name):
     grid = itertools.product(range(MAX_HOLES + 1), range(1, MAX_STEPS + 1))
@@ -107,12 +100,6 @@ def test_most_takes_the_highest_scores_and_lower_positions_on_ties():
         open_scores = {int(i): float(scores[row, i]) for i in np.flatnonzero(is_open[row])}
         want = oracle.most_confident(open_scores, max(0, int(count[row])))
         assert np.flatnonzero(chosen[row]).tolist() == sorted(want)
-
-
-def test_most_calls_both_zeros_equal():
-    scores = jnp.array([[-0.0, 0.0, -0.0, -1e-30, 1e-30]])
-    chosen = _most(scores, jnp.ones((1, 5), bool), jnp.array([2]))
-    assert chosen.tolist() == [[True, False, False, False, True]]
 
 
 def test_scores_that_rounding_tells_apart_tie_and_the_row_prefers_one_of_them():
@@ -164,50 +151,6 @@ def test_random_order_takes_every_set_of_holes_equally_often():
     assert chi2 < 20.5  # 0.999 quantile for 5 degrees of freedom
 
 
-def test_random_order_makes_the_same_choice_on_a_wider_canvas():
-    rng = np.random.default_rng(1)
-    is_hole_BL = rng.random((16, 24)) < 0.6
-    narrow = np.asarray(_eligible(_context(is_hole_BL, steps=5)))
-    wider = np.pad(is_hole_BL, ((0, 0), (0, 41)))
-    wide = np.asarray(_eligible(_context(wider, steps=5)))
-    assert narrow.any()
-    np.testing.assert_array_equal(wide[:, :24], narrow)
-
-
-@pytest.mark.parametrize("quota", QUOTAS)
-@pytest.mark.parametrize("order", ORDERS)
-def test_choice_of_a_row_does_not_depend_on_its_neighbours(order, quota):
-    rule = _rule(order, quota, 9)
-
-    @jax.jit
-    def choose(context, confidence_BL):
-        zeros_BL = jnp.zeros_like(confidence_BL)
-        proposal = Proposal(zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL, confidence_BL)
-        return rule.eligible((), context) & rule.select((), context, proposal)[0]
-
-    rng = np.random.default_rng(2)
-    rows, length = 9, 20
-
-    def batch(fixed, place):
-        """Strangers around the row `fixed`, put at `place`."""
-        is_hole_BL = rng.random((rows, length)) < rng.random((rows, 1))
-        confidence_BL = rng.random((rows, length)).astype(np.float32)
-        step, steps = rng.integers(0, 3, rows), rng.integers(3, 6, rows)
-        seeds = rng.integers(0, 2**32, rows)
-        columns = [is_hole_BL, confidence_BL, step, steps, seeds]
-        if fixed is not None:
-            for column, value in zip(columns, fixed, strict=True):
-                column[place] = value
-        context = _context(is_hole_BL, step=step, steps=steps, seeds=seeds)
-        return columns, np.asarray(choose(context, jnp.asarray(confidence_BL)))
-
-    columns, chosen = batch(None, 0)
-    assert chosen.any()
-    for row, place in [(0, 0), (0, 8), (5, 2), (8, 0)]:
-        _, among_strangers = batch([column[row] for column in columns], place)
-        np.testing.assert_array_equal(among_strangers[place], chosen[row])
-
-
 @pytest.mark.parametrize("quota", QUOTAS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_rule_commits_exactly_its_quota_of_holes(order, quota):
@@ -238,9 +181,3 @@ def test_a_subclass_of_any_rule_that_reads_a_head_has_no_cache(name):
         OfAHead.check_model(SamplingParams(), ModelFacts(vocab_size=7))
     with pytest.raises(ValueError, match="cache='exact' is not supported with order="):
         OfAHead.check(SamplingParams(cache="exact"))
-
-
-def test_what_a_rule_keeps_is_never_of_all_ids():
-    for rule in COMMIT_RULES.values():
-        state = rule.init(rule, 2, 3)  # type: ignore[arg-type]
-        assert all(x.shape[0] == 2 and x.size <= 2 * 3 * 32 for x in jax.tree.leaves(state))

@@ -8,7 +8,6 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,6 @@ from oracles import edits as oracle
 
 from dlm_jax.sampling.edits import EditContext, Edits, Uncertainty
 from dlm_jax.sampling.edits.moves import PositionMap, moved, position_map_of
-from dlm_jax.sampling.edits.scores import deletion_scores, gap_scores, token_uncertainty
 from dlm_jax.sampling.edits.uncertainty import LENGTH_TARGETS, OVERFLOWS
 
 ROWS = 64
@@ -104,7 +102,7 @@ def _edit(cells, snapshot, params, edit_id_B) -> tuple[Cells, PositionMap, Edits
 
 
 PLACES = "0123456789ab"
-TO_MAX_NEW, EXACT = map(LENGTH_TARGETS.index, ("to_max_new", "exact"))
+TO_MAX_NEW = LENGTH_TARGETS.index("to_max_new")
 
 
 def _arrays(case: Case) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -289,32 +287,6 @@ def test_edits_are_those_of_one_at_a_time():
 
 
 @jax.jit
-def _scores(cells, snapshot, params):
-    is_token_BL = _context(cells, snapshot, params).is_token_BL
-    uncertain_BL = token_uncertainty(snapshot.own_BL, is_token_BL & ~cells.frozen_BL)
-    misfit_BL = deletion_scores(
-        snapshot.own_BL,
-        snapshot.right_BL,
-        is_token_BL,
-        margin=params.delete_margin_B,
-        lookahead=params.delete_lambda_B,
-    )
-    return uncertain_BL, gap_scores(uncertain_BL), misfit_BL
-
-
-def test_scores_are_those_of_the_document():
-    cells, snapshot, params, _ = _random_batch(np.random.default_rng(5))
-    found = [np.asarray(x) for x in _scores(cells, snapshot, params)]
-    for row in range(ROWS):
-        want = oracle.scores(
-            _row_of(cells, row), snapshot.own_BL[row], snapshot.right_BL[row], mask=MASK,
-            margin=params.delete_margin_B[row], lam=params.delete_lambda_B[row],
-        )  # fmt: skip
-        length = cells.length_B[row]
-        for got_BL, values in zip(found, want, strict=True):
-            np.testing.assert_allclose(got_BL[row, :length], values, atol=1e-6)
-
-
 def test_frozen_tokens_stay_in_order_and_what_is_before_the_first_unfrozen_stays_put():
     rng = np.random.default_rng(1)
     for _ in range(5):
@@ -360,69 +332,3 @@ def test_all_of_it_was_one_program():
     """The tests above call it with every kind of row and of parameter."""
     _edit(*_random_batch(np.random.default_rng(4)))
     assert _edit._cache_size() == 1
-
-
-def test_a_row_with_an_exact_target_gives_up_and_takes_what_harms_it_least():
-    """Against plain Python: misfits first, then what the next token replaces best; no cooldown."""
-    rng, seen = np.random.default_rng(20), collections.Counter[str]()
-    for _ in range(12):
-        cells, snapshot, params, new_B = _random_batch(rng)
-        params = params._replace(target_mode_B=np.full(ROWS, EXACT, np.int32))
-        _, position_map, edits = _edited(cells, snapshot, params, new_B)
-        for row in range(ROWS):
-            before = _row_of(cells, row)
-            choice = oracle.select_exact(
-                before, snapshot.own_BL[row], snapshot.right_BL[row],
-                _asked(params, row, len(before)), mask=MASK, space=SPACE,
-                edits_left=int(params.steps_B[row] - params.step_B[row]),
-            )  # fmt: skip
-            if choice.margin < 1:
-                continue
-            assert set(np.flatnonzero(edits.insert_gap_BL[row])) == choice.inserts
-            assert set(np.flatnonzero(edits.delete_BL[row])) == choice.deletes
-            assert position_map.trimmed_B[row] == edits.refused_B[row] == 0
-            seen.update(
-                rows=1, inserts=len(choice.inserts), deletes=len(choice.deletes),
-                harmful=len(choice.deletes & choice.harmful),
-            )  # fmt: skip
-    assert seen["rows"] > 500
-    assert min(seen["inserts"], seen["deletes"], seen["harmful"]) > 100, seen
-
-
-def test_a_row_with_an_exact_target_is_there_after_its_last_edits_if_it_can_be():
-    rng, sizes = np.random.default_rng(21), collections.Counter[str]()
-    for _ in range(4):
-        cells, snapshot, params, new_B = _random_batch(rng)
-        start_B = cells.length_B
-        params = params._replace(target_mode_B=np.full(ROWS, EXACT, np.int32))
-        for step in range(4):
-            last = params._replace(
-                step_B=np.full(ROWS, step, np.int32), steps_B=np.full(ROWS, 4, np.int32)
-            )
-            cells, *_ = _edited(cells, snapshot, last, new_B)
-            snapshot = _random_batch(rng).snapshot
-        for row in range(ROWS):
-            now, wanted = _row_of(cells, row), min(params.target_B[row], params.capacity_B[row])
-            if len(now) > wanted:
-                assert all(
-                    oracle.is_protected(now, i, mask=MASK, space=SPACE) for i in range(len(now))
-                )
-            elif len(now) < wanted:
-                assert not any(
-                    not (now[i - 1].frozen and now[i].frozen) for i in range(1, len(now))
-                )
-            else:
-                sizes["grown"] += int(start_B[row] < wanted)
-                sizes["shrunk"] += int(start_B[row] > wanted)
-    assert min(sizes["grown"], sizes["shrunk"]) > 20, sizes
-
-
-def test_rows_of_other_modes_do_not_notice_those_with_an_exact_target():
-    batch = _random_batch(np.random.default_rng(22))
-    is_exact = np.arange(ROWS) % 3 == 0
-    modes = np.where(is_exact, EXACT, batch.params.target_mode_B).astype(np.int32)
-    mixed = _edited(*batch._replace(params=batch.params._replace(target_mode_B=modes)))
-    ours, theirs = (
-        jax.tree.map(lambda leaf: leaf[~is_exact], edited) for edited in (mixed, _edited(*batch))
-    )
-    chex.assert_trees_all_equal(ours, theirs)

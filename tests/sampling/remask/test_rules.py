@@ -158,23 +158,6 @@ def test_positions_change_as_often_as_the_process_says(schedule, kind):
 _eligible = jax.jit(lambda rule, context: rule.eligible((), context))
 
 
-def test_a_row_whose_strength_is_zero_is_left_alone():
-    noise = SCHEDULES["linear"](1.0)
-    is_open = np.ones((2, LENGTH), bool)
-
-    def taken(rule):
-        step = _step([1, 1], [4, 4])
-        context = _context(step, is_open, ~is_open, np.zeros((2, LENGTH)), [LENGTH] * 2)
-        return np.asarray(_select(rule, context)).any(1).tolist()
-
-    for kind in ("cap", "rescale", "conf"):
-        rule = REMDM[kind](jnp.array([0.0, 1.0]), noise)
-        assert taken(rule) in ([[False, True]] + [[False, False]] * (kind == "conf"))
-        assert rule.is_active().tolist() == [False, True]
-    columns = (jnp.array([0.0, 0.9]), jnp.array([0.0, 0.9]), jnp.array([0.5, 0.5]))
-    assert taken(ScheduledThreshold(*columns)) == [False, True]
-
-
 def test_a_drafts_tokens_are_known_by_their_own_probability():
     """Nothing is remasked here; what the rule would read is looked at."""
     is_draft = (False, True, True, False, False, True)

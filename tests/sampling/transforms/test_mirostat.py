@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 import transform_cases as tc
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import mirostat, near
 
-from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import transforms as tf
 
 
@@ -71,40 +69,3 @@ def test_mu_moves_by_the_mean_surprise_of_the_commits_of_a_step(version):
     commit = Committed(-bits * math.log(2), np.zeros_like(bits))
     out = transform.update(state, is_committed, commit)
     np.testing.assert_allclose(out, [6.0, 6.0, 5.5], rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_mu_follows_the_oracle_over_several_steps():
-    transform, mu = make(2, (2.0,)), mirostat.start(2.0)
-    state = transform.init(tc.NUM_ROWS)
-    for seed in range(5):
-        x = tc.logits("normal", seed)[:3]
-        place = tc.at(num=3)
-        out = transform.apply(transform.prepare(state, tc.context()), x, place)
-        ids = drawing.draw(out, place.key_N)
-        logprob = drawing.log_prob(out, ids)[:, None]
-        commit = Committed(logprob, logprob)
-        state = transform.update(state, np.ones((3, 1), bool), commit)
-        mu = mirostat.update(mu, [(mirostat.v2(x[0], mu), int(ids[0]))], tau=2.0)
-        assert abs(float(state[0]) - mu) < 1e-4
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_mean_surprise_settles_near_its_target(version):
-    rng, tau = np.random.default_rng(0), 3.0
-    transform = make(version, (tau,), eta=0.3, vocab=1000)
-    base = -1.1 * np.log(np.arange(1, 1001))
-
-    @jax.jit
-    def step(state, x, place):
-        out = transform.apply(state, x, place)
-        ids = drawing.draw(out, place.key_N)
-        return drawing.log_prob(out, ids)
-
-    state, seen = transform.init(tc.NUM_ROWS), []
-    for i in range(150):
-        x = np.stack([rng.permutation(base) for _ in range(3)]).astype(np.float32)
-        logprob = np.asarray(step(state, x, tc.at(i, 3)))[:, None]
-        state = transform.update(state, np.ones((3, 1), bool), Committed(logprob, logprob))
-        seen.append(-logprob[:, 0] / math.log(2))
-    assert abs(np.mean(seen[30:]) - tau) < 0.35

@@ -52,27 +52,6 @@ def test_penalties_agree_with_the_oracle(kind, seed, repetition, frequency, pres
         np.testing.assert_allclose(out[n], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_last_n_minus_one_reaches_all_tokens_of_a_row_of_any_length():
-    length = 200
-    tokens_L = np.zeros(length, np.int32)
-    tokens_L[0] = 5  # the oldest
-    scene = tf.Context(
-        tokens_BL=jnp.tile(tokens_L, (3, 1)),
-        order_BL=jnp.tile(jnp.arange(length, dtype=jnp.int32), (3, 1)),
-        is_visible_BL=jnp.ones((3, length), bool),
-        length_B=jnp.full(3, length),
-    )
-    transform = tf.Penalties(
-        tc.real(2.0), tc.real(0.0), tc.real(0.0), tc.whole(-1, 64, length), vocab_size=tc.VOCAB
-    )
-    place = tc.at()
-    out = np.asarray(tc.run(transform, jnp.ones((tc.NUM_POSITIONS, tc.VOCAB)), place, scene))
-    row_N = np.asarray(place.row_N)
-    assert set(row_N.tolist()) == {0, 1, 2}
-    np.testing.assert_array_equal(out[:, 5], np.where(row_N == 1, 1.0, 0.5))
-    np.testing.assert_array_equal(out[:, 0], 0.5)
-
-
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(
     kind=st.sampled_from(["normal", "ties", "banned"]),

@@ -49,13 +49,3 @@ def test_temperature_keeps_huge_logits_finite(value):
     x = tc.logits("huge", 0)
     out = np.asarray(tc.run(tf.Temperature(tc.real(value)), x, tc.at(), tc.context()))
     assert np.all(np.isfinite(out))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_temperature_agrees_with_transformers():
-    torch = pytest.importorskip("torch", reason="torch is an optional extra")
-    hf = pytest.importorskip("transformers", reason="transformers is an optional extra")
-    x = tc.logits("normal", 0)
-    theirs = hf.TemperatureLogitsWarper(0.7)(torch.zeros(6, 1).long(), torch.tensor(x)).numpy()
-    ours = tc.run(tf.Temperature(tc.real(0.7)), x, tc.at(), tc.context())
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)

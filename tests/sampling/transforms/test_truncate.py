@@ -66,33 +66,6 @@ def test_truncation_of_many_blocks_keeps_what_the_oracle_keeps(stage):
         check(stage, x, values, (1, 3, 1))
 
 
-@pytest.mark.parametrize("stage", ["top_k", "top_p"])
-def test_ties_keep_the_lowest_ids(stage):
-    V = 151
-    x = np.zeros((tc.NUM_POSITIONS, V), np.float32)
-    transform = MAKE[stage]((10, 10, 10) if stage == "top_k" else (9.5 / V,) * 3, (1, 1, 1))
-    out = np.asarray(tc.run(transform, x, tc.at(), tc.context()))
-    np.testing.assert_array_equal(np.isfinite(out), np.arange(V)[None] < 10 + np.zeros((6, 1)))
-
-
-@pytest.mark.parametrize("V", SIZES[2:])
-def test_top_k_keeps_min_keep_where_k_is_smaller(V):
-    x = np.stack([np.random.default_rng(n).permutation(V) for n in range(tc.NUM_POSITIONS)])
-    ks, min_keeps = (1, 2, 5), (3, 1, 4)
-    place = tc.at()
-    transform = MAKE["top_k"](ks, min_keeps)
-    out = np.asarray(tc.run(transform, x.astype(np.float32), place, tc.context()))
-    num_N = np.array([3, 2, 5])[np.asarray(place.row_N)]
-    np.testing.assert_array_equal(out > -np.inf, x >= V - num_N[:, None])
-
-
-def test_top_p_keeps_the_token_that_reaches_p():
-    x = np.log(np.array([[0.5, 0.3, 0.15, 0.05]] * tc.NUM_POSITIONS, np.float32))
-    transform = tf.TopP(tc.real(0.45, 0.6, 0.9), tc.whole(1))
-    out = np.isfinite(tc.run(transform, x, tc.at(), tc.context()))
-    assert [int(row.sum()) for row in out[:3]] == [1, 2, 3]
-
-
 def test_min_p_keeps_a_token_exactly_at_the_threshold():
     x = np.array([[0.0, -1.0, float(np.log(np.float32(0.5))), -4.0]] * 6, np.float32)
     out = np.isfinite(tc.run(tf.MinP(tc.real(0.5), tc.whole(1)), x, tc.at(), tc.context()))
@@ -128,15 +101,6 @@ def test_xtc_keeps_what_the_oracle_keeps(kind, seed, threshold, probability, min
             tc.assert_keeps(out[n], x[n], acting, doubt)
 
 
-def test_xtc_acts_with_its_probability_at_each_position():
-    num = 3000
-    x = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32)).repeat(num, axis=0)
-    transform = tf.Xtc(tc.real(0.3), tc.real(0.15), tc.whole(1))
-    place = tc.at(7, num, index_N=jnp.zeros(num, jnp.int32))
-    does_act = ~np.isfinite(tc.run(transform, x, place, tc.context()))[:, 0]
-    assert abs(does_act.mean() - 0.3) < 4 * (0.21 / num) ** 0.5
-
-
 def test_top_n_sigma_ignores_removed_tokens_and_survives_huge_logits():
     x = np.array([[3.0, 2.0, 1.0, -np.inf]] * 6, np.float32)
     transform = tf.TopNSigma(tc.real(1.0), tc.whole(1))
@@ -166,13 +130,6 @@ def test_truncation_agrees_with_transformers(stage):
         np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs))
 
 
-def test_a_disabled_row_costs_no_pass_of_the_search():
-    transform = tf.TopP(tc.real(1.0), tc.whole(1))
-    x = tc.logits("normal", 0, (tc.NUM_POSITIONS, 151))
-    out = jax.jit(transform.apply)((), x, tc.at())
-    np.testing.assert_array_equal(out, x)
-
-
 @pytest.mark.parametrize("V", [4, 40, 151, 2503])
 def test_of_equal_tokens_a_mass_of_exactly_p_is_a_whole_nucleus(V):
     """A token is dropped if the mass before it is >= p; shares of equal tokens are exact."""
@@ -198,30 +155,6 @@ def test_typical_p_takes_tokens_until_their_mass_exceeds_q(V):
     out = tc.run(tf.TypicalP(tc.real(0.25, 0.5, 0.75), tc.whole(1)), x, place, tc.context())
     for kept_V, row in zip(np.isfinite(out), np.asarray(place.row_N), strict=True):
         np.testing.assert_array_equal(np.flatnonzero(kept_V), np.arange(V - 4, V - 2 + row))
-
-
-@pytest.mark.parametrize("V", [4, 200])
-@pytest.mark.parametrize(
-    ("probabilities", "threshold", "min_keep", "kept"),
-    [
-        ((0.5, 0.4, 0.1), 0.3, 1, [1, 2]),
-        ((0.5, 0.4, 0.1), 0.3, 2, [1, 2]),
-        ((0.5, 0.4, 0.1), 0.3, 3, [0, 1, 2]),
-        ((0.6, 0.4), 0.3, 1, [1]),
-        ((0.6, 0.4), 0.3, 2, [0, 1]),
-        ((0.4, 0.3, 0.3), 0.2, 1, [1]),
-        ((0.3, 0.3, 0.4), 0.2, 1, [0]),
-        ((0.9, 0.1), 0.3, 1, [0, 1]),
-    ],
-)
-def test_xtc_keeps_the_least_likely_choice_and_what_is_no_choice(
-    V, probabilities, threshold, min_keep, kept
-):
-    x = np.full((tc.NUM_POSITIONS, V), -np.inf, np.float32)
-    x[:, : len(probabilities)] = np.log(np.float32(probabilities))
-    transform = tf.Xtc(tc.real(1.0), tc.real(threshold), tc.whole(min_keep))
-    for row in np.isfinite(tc.run(transform, x, tc.at(), tc.context())):
-        assert np.flatnonzero(row).tolist() == kept
 
 
 def test_tokens_beside_xtc_are_as_frequent_as_two_independent_choices_make_them():
