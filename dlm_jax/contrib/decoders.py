@@ -67,7 +67,7 @@ class Frechet(Confident):
     ``L_n = max(0, sum of c_j up to n, minus (n - 1))`` is a lower bound on the joint probability of
     the n candidates (Frechet), and ``U_n = 1 - c_n`` is an upper bound on the probability of any
     other choice. The confidences ``c_n`` are in descending order (Kasa et al. 2026, Fast-dLLM++,
-    section 3). If all confidences are equal, the rule is equivalent to `Factor` with a factor of
+    section 3). If all confidences are equal, the rule is Fast-dLLM's factor rule with a factor of
     ``1 - delta``.
     """
 
