@@ -98,10 +98,10 @@ def host(args: argparse.Namespace) -> None:
                 for request in requests:
                     engine.submit(request)
                 engine.step(num_steps)  # compiles and fills the slots
-                began, before = time.perf_counter(), engine.report().slot_steps
+                began, before = time.perf_counter(), engine.report().steps
                 while engine.num_waiting:
                     engine.step(num_steps)
-                steps = (engine.report().slot_steps - before) / args.slots
+                steps = (engine.report().steps - before) / args.slots
                 seconds.append((time.perf_counter() - began) / steps)
         found[num_steps] = 1e3 * statistics.median(seconds[1:])
         added = (found[1] - found[8]) * 8 / 7 if num_steps == 1 else ""

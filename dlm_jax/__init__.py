@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dlm_jax.config import MeshConfig as MeshConfig
     from dlm_jax.config import SamplingParams as SamplingParams
-    from dlm_jax.inference.candidates import Candidates as Candidates
     from dlm_jax.inference.engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.engine import Engine as Engine
-    from dlm_jax.inference.engine import EngineFullError as EngineFullError
-    from dlm_jax.inference.generate import Texts as Texts
     from dlm_jax.inference.generate import chain_report as chain_report
     from dlm_jax.inference.generate import generate as generate
     from dlm_jax.inference.generate import stream as stream
+    from dlm_jax.inference.host import Candidates as Candidates
     from dlm_jax.inference.model import Model as Model
     from dlm_jax.inference.model import export as export
     from dlm_jax.inference.model import load as load
@@ -31,12 +29,12 @@ if TYPE_CHECKING:
     from dlm_jax.inference.pure import sampler as sampler
     from dlm_jax.inference.request import Request as Request
     from dlm_jax.inference.request import make_requests as make_requests
-    from dlm_jax.inference.results import Generation as Generation
     from dlm_jax.inference.results import Row as Row
+    from dlm_jax.inference.results import Texts as Texts
+    from dlm_jax.inference.scoring import DecodingRow as DecodingRow
     from dlm_jax.inference.scoring import Score as Score
+    from dlm_jax.inference.scoring import order_logprobs as order_logprobs
     from dlm_jax.inference.scoring import score as score
-    from dlm_jax.inference.token_logprobs import DecodingRow as DecodingRow
-    from dlm_jax.inference.token_logprobs import order_logprobs as order_logprobs
     from dlm_jax.sampling.commit import CommitRule as CommitRule
     from dlm_jax.sampling.commit import Threshold as Threshold
     from dlm_jax.sampling.commit import certain as certain
@@ -85,15 +83,14 @@ __version__ = "0.3.0"
 
 _NAMES = {
     "config": "MeshConfig SamplingParams",
-    "inference.candidates": "Candidates",
-    "inference.engine": "AsyncEngine Engine EngineFullError",
-    "inference.generate": "Texts chain_report generate stream",
+    "inference.host": "Candidates",
+    "inference.engine": "AsyncEngine Engine",
+    "inference.generate": "chain_report generate stream",
     "inference.model": "Model export load",
     "inference.pure": "Sampled Sampler inside replay sampler",
     "inference.request": "Request make_requests",
-    "inference.results": "Generation Row",
-    "inference.scoring": "Score score",
-    "inference.token_logprobs": "DecodingRow order_logprobs",
+    "inference.results": "Row Texts",
+    "inference.scoring": "DecodingRow Score order_logprobs score",
     "sampling.kv_cache": "KVCache",
     "sampling.commit": "CommitRule Threshold certain most most_confident",
     "sampling.edits": "EditRule delete_at deletion_scores gap_scores insert_at token_uncertainty",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dlm_jax.inference.candidates import Candidates
+from dlm_jax.inference.host import Candidates
 
 
 def make(probabilities: Sequence[float], **changes: Any) -> Candidates:

@@ -48,7 +48,6 @@ class Plain:
 
     number: int
     kind: int
-    priority: int
     wants: int
     taken: int = 0
 
@@ -56,8 +55,8 @@ class Plain:
 class PlainEngine:
     """The engine as its documentation tells it, in lists: no device, no compiler, no tokens.
 
-    Kinds are served in turn. In a turn free slots take waiting requests, by priority and then by
-    number; all rows take steps until enough are taken or, while others wait, until one has ended.
+    Kinds are served in turn. In a turn free slots take waiting requests in order; all rows take
+    steps until enough are taken or, while others wait, until one has ended.
     """
 
     def __init__(self, num_slots: int):
@@ -67,8 +66,8 @@ class PlainEngine:
         self.called_off: list[int] = []
         self.num_slots, self.count = num_slots, 0
 
-    def submit(self, wants: int, kind: int, priority: int) -> int:
-        one = Plain(self.count, kind, priority, wants)
+    def submit(self, wants: int, kind: int) -> int:
+        one = Plain(self.count, kind, wants)
         self.waiting.setdefault(kind, []).append(one)
         self.running.setdefault(kind, [])
         if kind not in self.order:
@@ -114,8 +113,7 @@ class PlainEngine:
         return out
 
     def _fill(self, kind: int) -> None:
-        line = sorted(self.waiting[kind], key=lambda one: (-one.priority, one.number))
-        for one in line[: self.num_slots - len(self.running[kind])]:
+        for one in self.waiting[kind][: self.num_slots - len(self.running[kind])]:
             self.waiting[kind].remove(one)
             self.running[kind].append(one)
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import dlm_jax.config as configs
 from dlm_jax.batch.json_lines import KeyTable, Line
-from dlm_jax.distributed.partitions import digest_of, spans_processes, split_rows
-from dlm_jax.inference.candidates import HostSampler
+from dlm_jax.distributed.partitions import digest_of
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import TextReader, stops_of
@@ -33,8 +32,7 @@ from dlm_jax.types import Status
 READ_AHEAD = 1024
 """Number of rows that are read before the first step, and that may wait for a slot."""
 
-_HOST = ("host_sampler", "read_back")
-_PYTHON_ONLY = {"rules", "transforms", "commit", "trace"}
+_PYTHON_ONLY = {"rules", "transforms", "commit", "trace", "host_sampler", "read_back"}
 _MOST_SETTINGS = 4096
 
 
@@ -54,14 +52,12 @@ class RunReport(NamedTuple):
       rows: number of rows finished in this run.
       errors: number of requests that ended in an error in this run.
       tokens: number of tokens generated in this run, excluding rows with errors.
-      occupancy: fraction of slot steps that had a row; 1 if no row ran.
       programs: canvas and number of slots of each program that ran.
     """
 
     rows: int
     errors: int
     tokens: int
-    occupancy: float
     programs: tuple[str, ...]
 
 
@@ -98,8 +94,6 @@ def run_requests(
     settings: Mapping[str, Any] | None = None,
     batch_size: int = 64,
     read_ahead: int = READ_AHEAD,
-    host_samplers: Callable[[str], HostSampler] | None = None,
-    max_candidates: int = 64,
     on_start: Callable[[Engine], Any] | None = None,
     on_result: Callable[[Mapping[str, Any], int], Any] | None = None,
 ) -> RunReport:
@@ -108,8 +102,8 @@ def run_requests(
     A result has ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a
     slot) and counters (``forwards``, ``waves``, and other nonzero `Counters`), or ``id`` and
     ``error``. A line with several samples has one result per sample, numbered from 0 in ``sample``.
-    ``read_back`` (see `Written.to_json`) is present if the line requests it. A line's tokens do not
-    depend on other lines, on the order of lines or on restarts.
+    Tokens of a line do not depend on other lines, their order or restarts. Host samplers
+    and read-back are not supported.
 
     Lines are read while the rows run, so that memory does not grow with their number. If all rows
     fit into `read_ahead`, each program has the smallest size that holds its rows; otherwise all
@@ -127,93 +121,63 @@ def run_requests(
       settings: default settings for all lines, in the form of a line's settings.
       batch_size: maximum number of slots per program.
       read_ahead: maximum number of rows that wait for a slot.
-      host_samplers: maps a line's ``host_sampler`` to a function; raises ValueError for names that
-        are not allowed. If None, host samplers are not allowed.
-      max_candidates: maximum number of candidates per position for host samplers and read-back.
       on_start: called once with the engine, before anything is read or compiled.
       on_result: called with each written result and the number of tokens generated for it.
     """
     errors = rows = tokens = 0
     accepted: dict[int, tuple[Accepted, int]] = {}
 
-    def write(result: dict[str, Any], num_tokens: int) -> None:
+    def write(line: Line, sample: int, result: dict[str, Any], num_tokens: int = 0) -> None:
         nonlocal errors, rows, tokens
-        is_error = "error" in result
-        results.write(result)
+        name = {"id": line.id} | ({"sample": sample} if line.num_samples > 1 else {})
+        results.write(name | result)
         if on_result is not None:
-            on_result(result, 0 if is_error else num_tokens)
-        errors, rows = errors + is_error, rows + (not is_error)
-        tokens += 0 if is_error else num_tokens
+            on_result(name | result, num_tokens)
+        is_error = "error" in result
+        errors, rows, tokens = errors + is_error, rows + (not is_error), tokens + num_tokens
 
     def requests(engine: Engine) -> Iterator[Request | None]:
         """The rows of this process without a result. None stands for all other rows."""
         index, count = engine.share
-        coming = accept_lines(
-            model,
-            lines,
-            seed=seed,
-            settings=settings or {},
-            host_samplers=host_samplers,
-            max_candidates=max_candidates,
-        )
-        for line, sample, request in _planned(engine, coming, read_ahead):
-            key = line.line.keys[sample]
-            if line.line.number % count != index or key in results.done:
-                yield None
-            elif request is None:
-                write(line.named(sample) | {"error": line.error}, 0)
-                yield None
-            else:
-                accepted[line.line.first + sample] = line, sample
+        coming = accept_lines(model, lines, seed=seed, settings=settings or {})
+        for one, sample, request in _planned(engine, coming, read_ahead):
+            line = one.line
+            is_done = line.keys[sample] in results.done
+            if line.number % count == index and not is_done and request is not None:
+                accepted[line.first + sample] = one, sample
                 yield request
+                continue
+            if line.number % count == index and not is_done:
+                write(line, sample, {"error": one.error})
+            yield None
 
-    with Engine(
-        model,
-        batch_size=batch_size,
-        sizes=[batch_size],
-        max_waiting=read_ahead,
-        max_candidates=max_candidates,
-    ) as engine:
+    with Engine(model, batch_size=batch_size, sizes=[batch_size], max_waiting=read_ahead) as engine:
         if on_start is not None:
             on_start(engine)
         for ended in engine.turns(requests(engine)):
             for row in ended:
-                line, sample = accepted.pop(row.number)
-                row, text = _upto_stop(model, line, row)
-                write(_result(line, sample, row, text), row.num_generated)
-        report = engine.report()
-    return RunReport(rows, errors, tokens, report.occupancy, report.programs)
+                if row.error is not None:
+                    raise row.error
+                one, sample = accepted.pop(row.number)
+                if row.status is Status.NON_FINITE:
+                    why = f"the model's logits are not finite after {row.steps} steps"
+                    error = {"error": f"line {one.line.number}: {why}", "status": "non_finite"}
+                    write(one.line, sample, error)
+                else:
+                    write(one.line, sample, *_result(model, one, row))
+    return RunReport(rows, errors, tokens, engine.report().programs)
 
 
 class Accepted(NamedTuple):
-    """A line with the request of its first sample, or the reason why it cannot run.
-
-    Attributes:
-      line: the line.
-      request: the request of the first sample; None if the line cannot run.
-      error: the reason; empty if the line can run.
-      read_back: number of candidates to read back.
-      stops: texts that end the generated text.
-      stop_ids: ids that end the generated text.
+    """A line with the request of its first sample, or the reason why it cannot run, and with the
+    texts and ids that end its generated text.
     """
 
     line: Line
     request: Request | None = None
     error: str = ""
-    read_back: int = 0
     stops: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
-
-    def sample(self, index: int) -> Request | None:
-        """The request of a sample, with its own seed and number."""
-        request = self.request
-        if request is None:
-            return None
-        return replace(request, seed=request.seed + index, number=self.line.first + index)
-
-    def named(self, sample: int) -> dict[str, Any]:
-        """The part of a sample's result that identifies it."""
-        return {"id": self.line.id} | ({"sample": sample} if self.line.num_samples > 1 else {})
 
 
 def accept_lines(
@@ -222,8 +186,6 @@ def accept_lines(
     *,
     seed: int = 0,
     settings: Mapping[str, Any],
-    host_samplers: Callable[[str], HostSampler] | None = None,
-    max_candidates: int = 64,
 ) -> Iterator[Accepted]:
     """Yields each line with its request or its error."""
     known: dict[Any, Any] = {}
@@ -245,16 +207,14 @@ def accept_lines(
             own = _from_json(_with_format(model, common, given), lists)
             if (stops or stop_ids) and own.get("structure"):
                 raise ValueError("stop can truncate a structure; remove one of them")
-            sampler, size = _host_settings(model, host_samplers, max_candidates, common | own)
-            own |= {"host_sampler": sampler, "read_back": size > 0}
             (request,) = make_requests(model, own, common, known=known)
             if (stops or stop_ids) and TextReader(model, request).is_infill:
                 raise ValueError("stop has no effect on an infill; remove it")
-            accepted = Accepted(line, request, "", size, stops, stop_ids)
-            accepted.sample(line.num_samples - 1)  # checks the last seed
+            replace(request, seed=request.seed + line.num_samples - 1)  # checks the last seed
+            yield Accepted(line, request, "", stops, stop_ids)
         except ValueError as error:
-            accepted = Accepted(line, error=_error(line, error))
-        yield accepted
+            where, said = f"line {line.number}", " ".join(str(error).split())
+            yield Accepted(line, error=said if where in said else f"{where}: {said}")
 
 
 def _planned(
@@ -280,40 +240,13 @@ def _planned(
     is_part = len(first) == read_ahead
     engine.reserve([shorten(request) for request in requests], is_part=is_part)
     for place, (line, index) in enumerate(itertools.chain(first, coming)):
-        request = line.sample(index)
+        request = line.request
         if request is not None:
-            request = shorten(request)
+            number, seed = line.line.first + index, request.seed + index
+            request = replace(shorten(request), seed=seed, number=number)
             if place >= read_ahead:
                 engine.reserve([request], is_part=True)
         yield line, index, request
-
-
-def _host_settings(
-    model: Model,
-    samplers: Callable[[str], HostSampler] | None,
-    max_candidates: int,
-    settings: Mapping[str, Any],
-) -> tuple[HostSampler | None, int]:
-    """A line's host sampler and number of candidates to read back."""
-    name, size = settings.get("host_sampler"), settings.get("read_back") or 0
-    size = max_candidates if size is True else size
-    if type(size) is not int or not 0 <= size <= max_candidates:
-        raise ValueError(
-            f"read_back={size!r} is not an integer in [1, {max_candidates}], the number of "
-            "candidates sent to the host; use fewer or raise max_candidates"
-        )
-    if (name is not None or size) and spans_processes(split_rows(model.params)):
-        raise ValueError(
-            "host_sampler and read_back need whole rows in one process; remove them, or run "
-            "the file in processes that do not share a mesh"
-        )
-    if name is None:
-        return None, size
-    if samplers is None or not isinstance(name, str):
-        raise ValueError(
-            f'host_sampler={name!r} is not allowed; write "module:function" and allow its module'
-        )
-    return samplers(name), size
 
 
 def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -339,7 +272,7 @@ def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str,
     """The settings with lists as tuples; ValueError for a list if its setting is not in `lists`."""
     found = dict(settings)
     for name, value in settings.items():
-        if not isinstance(value, list) or name in ("tokens", *_HOST):
+        if not isinstance(value, list) or name == "tokens":
             continue
         if name not in lists:
             raise ValueError(f"{name} is a list; a request has one value")
@@ -347,45 +280,28 @@ def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str,
     return found
 
 
-def _error(line: Line, error: Exception) -> str:
-    where, said = f"line {line.number}", " ".join(str(error).split())
-    return said if where in said else f"{where}: {said}"
-
-
-def _upto_stop(model: Model, line: Accepted, row: Row) -> tuple[Row, str]:
-    """Truncates a row after its stop, if it has one, and returns it with its text."""
-    if not line.stops and not line.stop_ids:
-        return row, model.tokenizer.decode(row.tokens)
-    assert line.request is not None
-    reader = TextReader(model, line.request, line.stops, line.stop_ids)
-    text, places, _ = reader.whole(row)
-    return row.first(places.stop), model.tokenizer.decode(row.tokens[: reader.start]) + text
-
-
-def _result(line: Accepted, sample: int, row: Row, text: str) -> dict[str, Any]:
-    named, status = line.named(sample), {"status": row.status.name.lower()}
-    error = row.error
-    if row.is_lost and error is not None:
-        raise error
-    if row.status is Status.NON_FINITE:
-        error = ValueError(f"the model's logits are not finite after {row.steps} steps")
-    if error is not None:
-        return named | {"error": _error(line.line, error)} | status
+def _result(model: Model, one: Accepted, row: Row) -> tuple[dict[str, Any], int]:
+    """The result of a row, which ends after its stop, and the number of generated tokens."""
+    decode = model.tokenizer.decode
+    if (one.stops or one.stop_ids) and one.request is not None:
+        reader = TextReader(model, one.request, one.stops, one.stop_ids)
+        text, places, _ = reader.whole(row)
+        row, text = row.first(places.stop), decode(row.tokens[: reader.start]) + text
+    else:
+        text = decode(row.tokens)
     always = {"forwards", "waves"}
     always |= {"insertions", "deletions", "lost"} if row.origin is not None else set()
-    counted = {name: n for name, n in row.counters._asdict().items() if n or name in always}
-    if line.read_back:
-        counted["read_back"] = [record.to_json(line.read_back) for record in row.read_back]
-    return {
-        **named,
+    counters = row.counters._asdict().items()
+    result = {
         "text": text,
         "tokens": row.tokens.tolist(),
         "length": int(row.tokens.size),
         "steps": row.steps,
-        **status,
+        "status": row.status.name.lower(),
         "seconds": round(row.seconds, 3),
-        **counted,
+        **{name: count for name, count in counters if count or name in always},
     }
+    return result, row.num_generated
 
 
 def describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import dlm_jax.config as configs
 from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts
 from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.processes import HEARTBEAT_SECONDS
-from dlm_jax.inference.candidates import HostSampler, shown
+from dlm_jax.inference.host import HostSampler, shown
 from dlm_jax.inference.model import Model, load
 from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.rules import BUILT_IN, classes_of, with_rules

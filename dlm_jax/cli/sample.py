@@ -32,7 +32,6 @@ from dlm_jax.cli.common import (
     add_host_flags,
     add_mesh_flags,
     heads_line,
-    import_module,
     import_rules,
     import_sampler,
     join_hosts,
@@ -56,10 +55,10 @@ from dlm_jax.config import SamplingParams, add_sample_flags, layered, parse_flag
 from dlm_jax.data import Tokenizer
 from dlm_jax.distributed.partitions import num_shares, split_rows
 from dlm_jax.distributed.processes import check_same_everywhere, run_together
-from dlm_jax.inference.generate import chain_report, texts_of
+from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.request import settings_of_call
-from dlm_jax.inference.results import Row
+from dlm_jax.inference.results import Row, texts_of
 from dlm_jax.progress import Progress
 from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.rules import with_rules
@@ -86,12 +85,10 @@ def make_parser(kind: type[SamplingParams]) -> Parser:
     add("--max-length", type=COUNT, metavar="L", help=length_help)
     add("--seed", type=SEED, default=0, metavar="K", help="sample i has the seed K + i (0)")
     add("--batch-size", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
-    host_help = "function that selects tokens; a request's own host_sampler overrides it"
+    host_help = "function that selects tokens"
     add("--host-sampler", metavar="MODULE:FUNCTION", help=host_help)
-    allow_help = "module with functions that requests of --prompts can use; repeatable"
-    add("--allow-host-sampler", metavar="MODULE", action="append", default=[], help=allow_help)
     add("--rules", metavar="MODULES", help="modules with rules (A,B); their settings become flags")
-    read_help = "print, or write to --output, each token with its K best candidates"
+    read_help = "print each token with its K best candidates"
     add("--read-back", type=COUNT, metavar="K", help=read_help)
     most_help = "maximum candidates per position for host samplers and --read-back (64)"
     add("--max-candidates", type=COUNT, default=64, metavar="N", help=most_help)
@@ -118,19 +115,16 @@ def _check_modes(args: argparse.Namespace) -> None:
     """Raises ValueError for flags that contradict each other."""
     if (args.prompts is None) != (args.output is None):
         raise ValueError("--prompts and --output require each other; pass both")
-    is_file = args.prompts is not None
-    for name in ("prompt", "template", "draft", "watch", "trace"):
+    is_file, hosted = args.prompts is not None, ("host_sampler", "read_back")
+    for name in ("prompt", "template", "draft", "watch", "trace", *hosted):
         if is_file and getattr(args, name):
-            raise ValueError(f"--{name} has no effect with --prompts; remove it")
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} has no effect with --prompts; remove it")
     is_shared = args.num_processes is not None or args.process_id is not None
     if is_shared and not is_file and not args.distributed:
         raise ValueError("--num-processes and --process-id require --prompts; pass it")
     if args.coordinator is not None and not args.distributed:
         raise ValueError("--coordinator has no effect without --distributed; add it")
-    if args.allow_host_sampler and not is_file:
-        raise ValueError(
-            "--allow-host-sampler applies only to requests of --prompts; use --host-sampler"
-        )
     if args.chat and (is_file or args.template or args.draft or args.prompt is None):
         raise ValueError("--chat formats --prompt as a turn; pass --prompt and no other text")
     if (args.read_back or 0) > args.max_candidates:
@@ -138,7 +132,7 @@ def _check_modes(args: argparse.Namespace) -> None:
             f"--read-back {args.read_back} is more than --max-candidates {args.max_candidates}; "
             f"raise the limit to {args.read_back}"
         )
-    for name in ("host_sampler", "read_back"):
+    for name in hosted:
         if getattr(args, name) and (args.watch or args.trace):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} and --watch or --trace cannot be combined; remove one")
@@ -173,8 +167,6 @@ def _main(argv: Sequence[str], modules: str | None) -> int:
         given = {n: getattr(args, n) for n in kind.table.settings if hasattr(args, n)}
         settings = sample_settings(given, kind) | ({"rules": rules} if rules else {})
         _check_modes(args)
-        for module in args.allow_host_sampler:
-            import_module(module, f"--allow-host-sampler {module}")
         sampler = None
         if args.host_sampler is not None:
             sampler = import_sampler(args.host_sampler, f"--host-sampler {args.host_sampler}")

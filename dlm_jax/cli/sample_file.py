@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,14 @@ from dlm_jax.batch.json_lines import (
     share,
 )
 from dlm_jax.batch.runner import READ_AHEAD, describe_model, describe_settings, run_requests
-from dlm_jax.cli.common import heads_line, import_sampler, naming_flags
+from dlm_jax.cli.common import heads_line, naming_flags
 from dlm_jax.cli.ends import End, refusals
 from dlm_jax.distributed.partitions import OwnRows, num_shares, split_rows
 from dlm_jax.distributed.processes import check_same_everywhere, gathered
-from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.progress import Progress
-from dlm_jax.store.files import NO_SOURCE, source_digest
+from dlm_jax.store.files import NO_SOURCE
 
 
 class _NoResults:
@@ -63,28 +61,23 @@ class _Keys:
 
 def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
     """Runs a file of requests and returns the exit code, one of `End`."""
-    given = {name: getattr(args, name) for name in ("max_length", "host_sampler", "read_back")}
-    settings = settings | {name: value for name, value in given.items() if value is not None}
-    modules = set(args.allow_host_sampler)
-    modules |= {args.host_sampler.partition(":")[0]} if args.host_sampler else set()
+    if args.max_length is not None:
+        settings = settings | {"max_length": args.max_length}
     with refusals(), naming_flags():
         # Checked once, because these errors do not depend on the line.
         sample = settings_of_call(model, settings)
     with refusals():
         lines = RequestFile(args.prompts, num_samples=args.num_samples)
-        sources = [f"{n} {source_digest(sys.modules[n]) or NO_SOURCE}" for n in sorted(modules)]
         described = describe_settings(settings) | {
             "seed": args.seed,
             "num_samples": args.num_samples,
-            "max_candidates": args.max_candidates,
-            "modules": sources,
         }
-        for name in (*described.get("rules", ()), *sources):
+        for name in described.get("rules", ()):
             if name.endswith(NO_SOURCE):
                 print(f"{name}: changes to its source code are not detected", file=sys.stderr)
         mark = fingerprint(args.prompts, model=describe_model(model), settings=described)
         if args.distributed:
-            check_same_everywhere({"model, file of requests or module": mark})
+            check_same_everywhere({"model or file of requests": mark})
         index, count, writes = _share(model, args)
         results: Results | None = None
         if writes:
@@ -96,8 +89,7 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
             store = _same_in_all(results, lines, index, count)
         if jax.process_index() == 0:
             print(heads_line(model, sample), file=sys.stderr)
-        samplers = _allowed_samplers(modules)
-        return _run(model, args, settings, lines, (index, count), store, samplers)
+        return _run(model, args, settings, lines, (index, count), store)
 
 
 def _same_in_all(
@@ -117,21 +109,6 @@ def _same_in_all(
         if is_done:
             table.add(key)
     return _NoResults(table, plan)
-
-
-def _allowed_samplers(modules: Collection[str]) -> Callable[[str], HostSampler]:
-    """A function that looks up ``MODULE:FUNCTION``; ValueError for modules not in `modules`."""
-
-    @functools.cache
-    def find(name: str) -> HostSampler:
-        module, where = name.partition(":")[0], f"host_sampler={name!r}"
-        if ":" in name and module not in modules:
-            raise ValueError(
-                f"{where} is in a module that is not allowed; add --allow-host-sampler {module}"
-            )
-        return import_sampler(name, where)
-
-    return find
 
 
 def _share(model: dlm_jax.Model, args: argparse.Namespace) -> tuple[int, int, bool]:
@@ -158,7 +135,6 @@ def _run(
     lines: Iterable[Line],
     part: tuple[int, int],
     results: Results | _NoResults,
-    host_samplers: Callable[[str], HostSampler],
 ) -> int:
     """Runs the lines of this process (`part`) that have no result yet, and prints a summary."""
     writes, num_lines, num_done, num_rows = isinstance(results, Results), 0, 0, 0
@@ -191,8 +167,6 @@ def _run(
                 settings=settings,
                 batch_size=results.plan["batch_size"],
                 read_ahead=results.plan["read_ahead"],
-                host_samplers=host_samplers,
-                max_candidates=args.max_candidates,
                 on_start=engines.append,
                 on_result=show,
             )

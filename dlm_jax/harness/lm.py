@@ -32,8 +32,7 @@ from dlm_jax.inference.model import Model, load
 from dlm_jax.inference.reader import TextReader
 from dlm_jax.inference.request import Request, make_requests, settings_of_call
 from dlm_jax.inference.results import canvas_size
-from dlm_jax.inference.scoring import compiled
-from dlm_jax.inference.token_logprobs import DecodingRow, order_logprobs
+from dlm_jax.inference.scoring import DecodingRow, compiled, order_logprobs
 from dlm_jax.objectives.likelihood import bound_at, causal_costs
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.sampling.positions import group_size

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import heapq
 import itertools
 import logging
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,10 +22,10 @@ import numpy as np
 
 from dlm_jax.distributed.partitions import OwnRows, num_shares, spans_processes, split_rows
 from dlm_jax.distributed.processes import totals
-from dlm_jax.inference.candidates import Candidates
+from dlm_jax.inference.host import Candidates
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, check_canvas, static_of
-from dlm_jax.inference.results import Row, canvas_size, given_row
+from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.inference.slots import (
     Bucket,
     Entry,
@@ -47,10 +47,6 @@ _SECONDS_PER_CHECK = 0.5
 """How often an idle `AsyncEngine` checks whether its event loop has ended."""
 
 
-class EngineFullError(ValueError):
-    """Raised when the queue is full; retry after some requests have started."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Totals over all calls of an engine, and its current load.
@@ -59,7 +55,6 @@ class Report:
       rows: number of rows that have ended.
       tokens: number of tokens that these rows generated.
       steps: number of steps taken, summed over all rows.
-      slot_steps: number of slots times number of steps, including idle slots.
       counters: counters, summed over all rows.
       waiting: number of requests in the queues.
       running: number of running rows.
@@ -71,18 +66,12 @@ class Report:
     rows: int = 0
     tokens: int = 0
     steps: int = 0
-    slot_steps: int = 0
     counters: Counters = Counters()
     waiting: int = 0
     running: int = 0
     slots: int = 0
     programs: tuple[str, ...] = ()
     compiled: tuple[str, ...] = ()
-
-    @property
-    def occupancy(self) -> float:
-        """Fraction of the slot steps that rows used; 1 before the first step."""
-        return self.steps / self.slot_steps if self.slot_steps else 1.0
 
 
 class _Work(NamedTuple):
@@ -99,7 +88,7 @@ class Queue:
     Attributes:
       sizes: possible numbers of slots, in ascending order.
       is_reserved: whether requests that fit a shorter canvas run here, too.
-      waiting: a heap of requests, by priority and then by number.
+      waiting: the requests that wait, in order.
       running: running requests by slot.
       evicted: slots of cancelled requests, which are cleared by the next call.
       totals: work of all processes at the beginning of the last call.
@@ -108,7 +97,7 @@ class Queue:
 
     def __init__(self, bucket: Bucket, sizes: Iterable[int], *, is_reserved: bool):
         self.bucket, self.sizes, self.is_reserved = bucket, sorted(sizes), is_reserved
-        self.waiting: list[Entry] = []
+        self.waiting: deque[Entry] = deque()
         self.running: dict[int, Entry] = {}
         self.evicted: set[int] = set()
         self.totals = _Work()
@@ -130,7 +119,7 @@ class Queue:
         self.evicted.clear()
         for slot in range(num_slots):
             if self.waiting and slot not in self.running:
-                entry = heapq.heappop(self.waiting)
+                entry = self.waiting.popleft()
                 entry.slot = slot
                 self.running[slot] = changes[slot] = entry
         return changes
@@ -158,7 +147,7 @@ class Engine:
         powers of 8.
       canvases: canvas lengths of programs. A request runs on the shortest canvas that fits it.
         Default: powers of two from 64.
-      max_waiting: maximum number of waiting requests. None sets no limit.
+      max_waiting: maximum number of waiting requests that `run` reads ahead. None sets no limit.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
 
     Attributes:
@@ -189,7 +178,7 @@ class Engine:
                 raise SettingError(name, value, "must be an integer of at least 1")
         if sizes is None:
             powers = range(batch_size.bit_length())
-            sizes = {max(1, batch_size // 8**power) for power in powers}
+            sizes = [*{max(1, batch_size // 8**power) for power in powers}]
         self.model, self._rows = model, split_rows(model.params)
         self.share = OwnRows(self._rows, num_shares(self._rows)).share
         self._is_together = spans_processes(self._rows)
@@ -254,7 +243,7 @@ class Engine:
                     if request is None:
                         self._next_number += 1
                     else:
-                        self._submit(request, 0, is_watched)
+                        self.submit(request, is_watched=is_watched)
                 has_more = count == room
             if not (has_more or self.is_busy):
                 return
@@ -337,46 +326,33 @@ class Engine:
         loops = (compiled_loop(self.model, queue.bucket, size) for size in queue.sizes)
         return any(loop.steps.has_run for loop in loops)
 
-    def submit(self, request: Request, *, priority: int = 0, is_watched: bool = False) -> int:
+    def submit(self, request: Request, *, is_watched: bool = False) -> int:
         """Queues a request for a slot and returns its number. An error does not affect other
         requests.
 
         Args:
           request: a request from `make_requests`.
-          priority: within a queue, requests with higher priority start first.
           is_watched: whether the row is also returned while it runs.
 
         Raises:
           ValueError: the engine is closed, the request has fewer steps than blocks, no canvas fits
             it, or its number is too small.
-          EngineFullError: the queue is full.
         """
-        return self._submit(request, priority, is_watched, is_limited=True)
-
-    def _submit(
-        self, request: Request, priority: int, is_watched: bool, *, is_limited: bool = False
-    ) -> int:
         check_canvas(request, self.model.facts, mask_id=self.model.tokenizer.mask_id)
         with self._lock:
             self._check_open()
-            limit = self._max_waiting
-            if is_limited and limit is not None and self.num_waiting >= limit:
-                raise EngineFullError(
-                    f"max_waiting={limit} requests are waiting; retry when some have started"
-                )
             number = self._next_number if request.number is None else request.number
             if number < self._next_number:
                 raise SettingError(
                     "number", number, "is already used", f"use at least {self._next_number}"
                 )
             queue = self._queue_of(request)
-            entry = Entry(number=number, request=request, queue=queue, priority=priority)
-            entry.is_watched = is_watched
+            entry = Entry(number=number, request=request, queue=queue, is_watched=is_watched)
             self._entries[number], self._next_number = entry, number + 1
             if not any(queue.work) and not self._is_together:
                 self._queues.remove(queue)
                 self._queues.append(queue)
-            heapq.heappush(queue.waiting, entry)
+            queue.waiting.append(entry)
         return number
 
     def cancel(self, number: int) -> None:
@@ -387,18 +363,10 @@ class Engine:
         with self._lock:
             self._check_open()
             entry = self._entries.get(number)
-            if entry is None:
-                raise ValueError(
-                    f"request {number} has ended; only waiting or running requests can be cancelled"
-                    if 0 <= number < self._next_number
-                    else f"request {number} was not submitted to this engine"
-                )
-            if entry.is_cancelled:
-                raise ValueError(f"request {number} is already cancelled")
-            entry.is_cancelled = True
+            if entry is None or entry in self._cancelled:
+                raise ValueError(f"request {number} neither waits nor runs; cancel it only once")
             if entry.slot is None:
                 entry.queue.waiting.remove(entry)
-                heapq.heapify(entry.queue.waiting)
             self._cancelled.append(entry)
 
     def step(self, num_steps: int | None = None) -> list[Row]:
@@ -445,13 +413,10 @@ class Engine:
             if entry.slot is None:
                 rows.append(self._unstarted(entry, Status.CANCELLED))
                 continue
-            try:
-                (row,) = entry.queue.slots.rows([entry])
-                # The loop has not run since the canvas was shown.
-                origin = None if row.origin is None else np.arange(row.tokens.size, dtype=np.int32)
-                rows.append(dataclasses.replace(row, status=Status.CANCELLED, origin=origin))
-            except Exception as error:  # all rows in the slots of the queue are lost
-                rows.append(self._unstarted(entry, Status.FAILED, error))
+            (row,) = entry.queue.slots.rows([entry])
+            # The loop has not run since the canvas was shown.
+            origin = None if row.origin is None else np.arange(row.tokens.size, dtype=np.int32)
+            rows.append(dataclasses.replace(row, status=Status.CANCELLED, origin=origin))
             del entry.queue.running[entry.slot]
             entry.queue.evicted.add(entry.slot)
         return rows
@@ -534,15 +499,14 @@ class Engine:
         self._compiled += loop.steps.compiled[known:]
         self._programs[label] = None
         rows = slots.rows(entries)
-        for entry in entries:
-            del queue.running[entry.slot]
+        for slot in [slot for slot, entry in queue.running.items() if entry in entries]:
+            del queue.running[slot]
         ended += rows
         self._report = dataclasses.replace(
             report,
             rows=report.rows + len(rows),
             tokens=report.tokens + sum(row.num_generated for row in rows),
             steps=report.steps + int(taken_B.sum()),
-            slot_steps=report.slot_steps + taken_B.size * int(taken_B.max()),
             counters=report.counters.plus(counted),
         )
 
@@ -559,8 +523,7 @@ class Engine:
 
     def num_committed(self) -> int:
         """Returns the number of tokens that the running rows have written."""
-        queues = [queue for queue in self.queues if queue.slots is not None]
-        return sum(queue.slots.num_committed(list(queue.running)) for queue in queues)
+        return sum(q.slots.num_committed(list(q.running)) for q in self.queues if q.slots)
 
     def close(self) -> None:
         """Closes the engine and drops unfinished requests. A second call has no effect."""
@@ -639,10 +602,15 @@ class Engine:
 
     def _unstarted(self, entry: Entry, status: Status, error: Exception | None = None) -> Row:
         """Returns the row of a request before its first step."""
-        return dataclasses.replace(
-            given_row(entry.request.tokens.astype(np.int32)),
+        tokens = entry.request.tokens.astype(np.int32)
+        return Row(
             number=entry.number,
+            tokens=tokens,
             is_frozen=~entry.request.is_open(self.model.tokenizer.mask_id),
+            logprobs=np.zeros(tokens.size, np.float32),
+            committed=np.full(tokens.size, -1, np.int32),
+            steps=0,
+            block=0,
             status=status,
             error=error,
             is_lost=error is not None,
@@ -678,7 +646,7 @@ class AsyncEngine:
         self.engine, self._steps_per_call = engine, steps_per_call
         self._is_closing = False
         self._callers: dict[int, asyncio.Queue[Row | Exception]] = {}
-        self._work, self._room = threading.Event(), asyncio.Event()
+        self._work = threading.Event()
         # Not a daemon, which JAX would abort at the end of the process, nor of a pool, which would
         # keep the process while the engine is open.
         self._driver: threading.Thread | None = None
@@ -692,7 +660,6 @@ class AsyncEngine:
         return self._driver is not None and self._driver.is_alive()
 
     async def __aenter__(self) -> AsyncEngine:
-        self._room.set()
         arguments = asyncio.get_running_loop(), threading.current_thread()
         self._driver = threading.Thread(target=self._run, args=arguments, name="engine")
         self._driver.start()
@@ -701,23 +668,17 @@ class AsyncEngine:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    async def row(self, request: Request, *, priority: int = 0) -> Row:
-        """Returns the finished row of a request; waits while the queue is full.
-
-        Cancelling the caller cancels the request.
-
-        Raises:
-          ValueError: as for `Engine.submit`, except for a full queue.
-        """
-        async with contextlib.aclosing(self._rows(request, priority, False)) as rows:
+    async def row(self, request: Request) -> Row:
+        """Returns the finished row of a request. Cancelling the caller cancels the request."""
+        async with contextlib.aclosing(self._rows(request, False)) as rows:
             return await anext(rows)
 
-    def watch(self, request: Request, *, priority: int = 0) -> AsyncGenerator[Row, None]:
+    def watch(self, request: Request) -> AsyncGenerator[Row, None]:
         """Yields the canvas of a request before its first step, after later steps, and at its end.
 
         The request is cancelled if the caller stops iterating.
         """
-        return self._rows(request, priority, True)
+        return self._rows(request, True)
 
     async def close(self) -> None:
         """Closes the engine after the current call to `Engine.step`. Waiting callers receive a
@@ -736,9 +697,7 @@ class AsyncEngine:
         if self._error is not None:
             raise self._error
 
-    async def _rows(
-        self, request: Request, priority: int, is_watched: bool
-    ) -> AsyncGenerator[Row, None]:
+    async def _rows(self, request: Request, is_watched: bool) -> AsyncGenerator[Row, None]:
         """Yields the rows of a request. The request is cancelled if the caller stops before it
         ends.
         """
@@ -746,16 +705,9 @@ class AsyncEngine:
         if engine.share[1] == 1 and not self._is_closing and not engine.is_compiled(request):
             # Rows of other programs go on; all processes compile together.
             await asyncio.to_thread(engine.warm_up, request)
-        number: int | None = None
-        while number is None:
-            if self._is_closing:
-                raise ValueError("the engine is closed or has failed; create a new one")
-            try:
-                number = engine.submit(request, priority=priority, is_watched=is_watched)
-            except EngineFullError:
-                # Requests wait, so that a later turn starts one of them and sets the event.
-                self._room.clear()
-                await self._room.wait()
+        if self._is_closing:
+            raise ValueError("the engine is closed or has failed; create a new one")
+        number = engine.submit(request, is_watched=is_watched)
         self._callers[number] = rows
         self._work.set()
         try:
@@ -789,7 +741,7 @@ class AsyncEngine:
                 if self._is_closing:
                     return
                 rows = self.engine.step(self._steps_per_call)
-                if rows or not self._room.is_set():
+                if rows:
                     loop.call_soon_threadsafe(self._deliver, rows)
         except Exception as error:
             self._is_closing = True
@@ -805,11 +757,9 @@ class AsyncEngine:
             caller = callers.get(row.number) if is_running else callers.pop(row.number, None)
             if caller is not None:
                 caller.put_nowait(row)
-        self._room.set()
 
     def _fail(self, error: Exception) -> None:
-        """Notifies all callers that wait for a row or for space in the queue."""
+        """Notifies all callers that wait for a row."""
         for caller in self._callers.values():
             caller.put_nowait(error)
         self._callers.clear()
-        self._room.set()

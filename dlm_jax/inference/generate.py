@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dlm_jax.distributed.partitions import spans_processes, split_rows
 from dlm_jax.distributed.processes import gathered
-from dlm_jax.inference.candidates import HostSampler
 from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.host import HostSampler
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import (
     Request,
-    group,
     make_requests,
     only_chains_in_use,
     settings_of_call,
+    static_of,
 )
-from dlm_jax.inference.results import Generation, Row, assemble
+from dlm_jax.inference.results import Row, Texts, texts_of
 from dlm_jax.settings import SettingError
 
 Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 """One prompt, or several."""
-
-MOST_ROWS = 1 << 20
-"""Maximum number of rows per call."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Texts(Generation):
-    """The arrays of a `dlm_jax.Generation` and the decoded texts of its rows.
-
-    Rows end with the first generated EOS, which decodes to an empty string.
-
-    Attributes:
-      texts: prompt and continuation of each row.
-      programs: shapes of the compiled programs.
-    """
-
-    texts: tuple[str, ...]
-    programs: tuple[str, ...] = ()
 
 
 def generate(
@@ -78,7 +59,7 @@ def generate(
         ``model.max_length``.
       batch_size: number of rows that run together.
       host_sampler: Python function that selects the tokens of all rows from the
-        `dlm_jax.inference.candidates.Candidates` after the chain.
+        `dlm_jax.Candidates` after the chain.
       read_back: whether ``Texts.read_back`` contains the probability and candidates of every token.
       trace: whether ``Texts.trace`` contains every draw of every row (`dlm_jax.Trace`). A trace
         takes 25 bytes per canvas position and step. With ``trace=True``, all rows must run in one
@@ -98,8 +79,6 @@ def generate(
         encoded; with several prompts, the message contains the index of the prompt. Also raised if
         a host sampler does not return a candidate; the message contains the row and position.
     """
-    if not isinstance(max_candidates, int) or max_candidates < 1:
-        raise SettingError("max_candidates", max_candidates, "must be an integer of at least 1")
     common = {"seed": seed, "max_length": max_length} | settings
     common |= {"host_sampler": host_sampler, "read_back": read_back, "trace": trace}
     requests = all_requests(model, prompts, num_samples, common)
@@ -126,7 +105,7 @@ def generate(
         programs = engine.report().compiled
     if count > 1:
         rows = {place: row for some in gathered(rows) for place, row in some.items()}
-    return dataclasses.replace(texts_of(model, rows), programs=programs)
+    return texts_of(model, rows, programs)
 
 
 def stream(
@@ -170,17 +149,6 @@ def _canvases(
                 yield {row.number: row for row in rows}
 
 
-def texts_of(model: Model, rows: Mapping[int, Row]) -> Texts:
-    """Returns the texts of finished rows by index, such as the last rows of `stream`."""
-    ordered = [rows[index] for index in sorted(rows)]
-    result = assemble(ordered, pad_id=model.tokenizer.pad_id)
-    texts = tuple(model.tokenizer.decode(row.tokens) for row in ordered)
-    known: dict[str, Any] = vars(result)
-    if result.trace is not None:
-        known["trace"] = dataclasses.replace(result.trace, vocabulary=model.vocabulary)
-    return Texts(**known, texts=texts)
-
-
 def all_requests(
     model: Model,
     prompts: Prompts,
@@ -192,13 +160,6 @@ def all_requests(
         raise SettingError("num_samples", num_samples, "must be an integer of at least 1")
     if isinstance(prompts, str | Mapping):
         prompts = [prompts]
-    if num_samples * len(prompts) > MOST_ROWS:
-        raise SettingError(
-            "num_samples",
-            num_samples,
-            f"for {len(prompts)} prompts exceed {MOST_ROWS} rows",
-            "split them into several calls",
-        )
     requests: list[Request] = []
     for index, prompt in enumerate(prompts):
         try:
@@ -210,7 +171,7 @@ def all_requests(
                 raise
             raise ValueError(f"prompt {index}: {error}") from None
     traced = [request for request in requests if request.trace]
-    if len(group(traced)) > 1:
+    if len(set(map(static_of, traced))) > 1:
         raise SettingError(
             "trace",
             True,

@@ -1,18 +1,12 @@
-"""The single-step loop for host samplers and read-back.
-
-The chain of logit transforms runs on the device for all rows. For a row with a host sampler (a
-Python function), only the candidates after the chain are copied to the host. The draws of other
-rows stay on the device. For each position, read-back returns the sampled token, its probability,
-the number of candidates that remain after the chain, and the most likely of these candidates with
-their logits.
-"""
+"""Host samplers and read-back: the chain runs on the device, and candidates come to the host."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +15,6 @@ from jax.sharding import NamedSharding
 
 from dlm_jax import devices
 from dlm_jax.distributed.partitions import num_shares, split_rows
-from dlm_jax.inference.candidates import Candidates, HostSampler, Written, called, chosen
 from dlm_jax.sampling import draw, vocab
 from dlm_jax.sampling.commit import CommitRule, DrawnTokens, Proposal
 from dlm_jax.sampling.edits.edit_rule import places as all_places
@@ -31,11 +24,151 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import FillInput
 from dlm_jax.sampling.state import State, gather_state, step_chain
 from dlm_jax.sampling.transforms.transform import At
-from dlm_jax.settings import SettingError
 from dlm_jax.types import Params
 
 _PLACES = 64
 _HOST_SALT = 0x686F7374
+
+
+class Candidates(NamedTuple):
+    """Candidates at one position after the device part of the chain, most likely first.
+
+    They come from the head that drew the token: the sampler head in waves, and otherwise the LM
+    head.
+
+    Attributes:
+      row: index of the row in the result, or in the batch of a custom loop.
+      index: position on the canvas.
+      step: index of the step of this row, starting at 0.
+      tokens: int32, live canvas of the row at the start of the step; MASK at holes.
+      is_hole: True at the holes of `tokens`.
+      first: position of the first token that is not given.
+      ids: int32 ``[n]``, ids of the candidates.
+      logits: float32 ``[n]``, after the chain.
+      logprobs: float32 ``[n]``, log-probability of each candidate in nats, normalised over all
+        remaining candidates.
+      clean_logprobs: float32 ``[n]``, log-probability of each candidate in nats under the clean
+        logits, as in ``Texts.logprobs``.
+      num_survivors: number of remaining candidates; more than ``n`` if the list is truncated.
+      is_greedy: whether the temperature of the row is 0.
+      uniform: uniform random number in [0, 1), which depends on the seed of the row, the position
+        and the step.
+    """
+
+    row: int
+    index: int
+    step: int
+    tokens: np.ndarray
+    is_hole: np.ndarray
+    first: int
+    ids: np.ndarray
+    logits: np.ndarray
+    logprobs: np.ndarray
+    clean_logprobs: np.ndarray
+    num_survivors: int
+    is_greedy: bool
+    uniform: float
+
+    def choose(self, is_allowed: Sequence[bool] | np.ndarray) -> int:
+        """Returns one of the allowed ids: the most likely one for a greedy row, otherwise a random
+        one.
+
+        The random id is drawn with `uniform` in proportion to the probabilities. The same seed
+        therefore produces the same row, independently of other rows.
+        """
+        (places,) = np.nonzero(np.asarray(is_allowed, bool))
+        if not places.size:
+            shown = f"none of the {self.ids.size} candidates is allowed"
+            remedy = "allow more, or truncate less"
+            if self.num_survivors > self.ids.size:
+                shown += f", of {self.num_survivors} that survived"
+                remedy = f"raise max_candidates above {self.ids.size}"
+            raise ValueError(f"row {self.row}: {shown} at position {self.index}; {remedy}")
+        if self.is_greedy:
+            return int(self.ids[places[0]])
+        logprobs = self.logprobs[places].astype(np.float64)
+        upto = np.cumsum(np.exp(logprobs - logprobs[0]))
+        return int(self.ids[places[np.searchsorted(upto, self.uniform * upto[-1], side="right")]])
+
+
+class Written(NamedTuple):
+    """A committed token and its candidates.
+
+    Attributes:
+      candidates: the candidates at the position.
+      token: id of the token that was written.
+      probability: probability of the token after the whole chain, under the distribution that the
+        token was drawn from.
+      place: position of the token in the returned row, which can differ from ``candidates.index``
+        after edits; -1 for a deleted token.
+    """
+
+    candidates: Candidates
+    token: int
+    probability: float
+    place: int
+
+    def to_json(self, size: int) -> dict[str, Any]:
+        """Returns a JSON object with the `size` most likely candidates. The keys are step, index,
+        place, token, probability, num_survivors, ids and logits, as in this class and `Candidates`.
+        """
+        seen = self.candidates
+        return {
+            "step": seen.step,
+            "index": seen.index,
+            "place": self.place,
+            "token": self.token,
+            # The shortest decimal numbers with the same float32 values.
+            "probability": float(str(np.float32(self.probability))),
+            "num_survivors": seen.num_survivors,
+            "ids": seen.ids[:size].tolist(),
+            "logits": [float(str(logit)) for logit in seen.logits[:size].astype(np.float32)],
+        }
+
+
+def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:
+    """Updates the positions of the records after edits. `origin` contains the previous index of
+    each position, or -1 for a new position.
+    """
+    places = {int(before): place for place, before in enumerate(origin) if before >= 0}
+    return [record._replace(place=places.get(record.place, -1)) for record in records]
+
+
+HostSampler = Callable[[Candidates], int]
+"""A function that returns one of ``candidates.ids``."""
+
+
+def chosen(sampler: HostSampler, candidates: Candidates) -> int:
+    """Calls `sampler` and returns the index of its choice within the candidates. Any exception of
+    the sampler becomes a ValueError.
+    """
+    where, at = f"row {candidates.row}: the host sampler", f"at position {candidates.index}"
+    try:
+        token = sampler(candidates)
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"{where} failed {at}: {why}") from error
+    try:
+        is_id = not isinstance(token, bool) and operator.index(token) is not None
+    except TypeError:
+        is_id = False
+    (places,) = np.nonzero(candidates.ids == int(token)) if is_id else ([],)
+    if not len(places):
+        raise ValueError(
+            f"{where} chose {shown(token)} {at}, which is not one of its {len(candidates.ids)} "
+            f"candidates; return one of candidates.ids"
+        )
+    return int(places[0])
+
+
+def shown(value: object) -> str:
+    """Formats a user value for an error message. Numbers and strings are shown, and other values
+    are replaced by their type.
+    """
+    is_plain = value is None or isinstance(value, str | int | float | np.integer)
+    return repr(value)[:60] if is_plain else f"a {type(value).__name__}"
 
 
 class HostLoop:
@@ -48,10 +181,6 @@ class HostLoop:
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
-        if program.rows is not None:
-            raise ValueError(
-                "program.rows splits the rows, but the host needs whole rows; use None"
-            )
         self.compiled: list[str] = []
         self.has_run = False
         self.program = program
@@ -91,44 +220,17 @@ class HostLoop:
         Args:
           params: parameters of the program's network.
           state: the state, on one device or replicated.
-          samplers: host samplers by row. The `reset` method of a sampler, if defined, is called
-            before the first step of its row. The `accept` method, if defined, is called after a
-            step for each committed token.
+          samplers: host samplers by row.
           read_back: rows whose commits are returned, row by row and from left to right. Positions
             refer to the canvas before the edits of the step.
           max_candidates: maximum number of candidates per position that are copied to the host.
           names: number of each row for host samplers and errors; None uses the slot index.
           failed: receives the exceptions of failed samplers by row. A row with a failed sampler
-            ends without a commit in this step (at the next step if `accept` failed), and other rows
-            continue. If None, the exception propagates.
+            ends without a commit in this step, and other rows continue. If None, the exception
+            propagates.
         """
-        if max_candidates < 1:
-            raise SettingError("max_candidates", max_candidates, "must be at least 1")
         names = range(state.step_B.shape[0]) if names is None else names
-        errors: dict[int, Exception] = {} if failed is None else failed
-
-        def run(slot: int, function: Callable[..., Any], *arguments: Any) -> Any:
-            """The result of a user function; None if the row has failed."""
-            if slot in errors:
-                return None
-            try:
-                return function(*arguments)
-            except ValueError as error:
-                if failed is None:
-                    raise
-                errors[slot] = error
-                return None
-
-        def run_hook(slot: int, name: str, value: Any) -> None:
-            if (hook := getattr(samplers.get(slot), name, None)) is not None:
-                failure = f"row {names[slot]}: `{name}` of the host sampler failed"
-                run(slot, called, functools.partial(hook, value), failure)
-
-        if any(hasattr(sampler, "reset") for sampler in samplers.values()):
-            is_first_B = np.asarray((state.step_B == 0) & state.is_stepping_B)
-            for slot in sorted(samplers):
-                if is_first_B[slot]:
-                    run_hook(slot, "reset", names[slot])
+        errors: dict[int, Exception] = {}
         state, proposed = _call(self._propose, params, state, split=_split_of(params, state))
 
         # The candidates of the rows that the host reads, and the choices of its samplers.
@@ -157,8 +259,12 @@ class HostLoop:
                 }
                 candidates = Candidates(index=index, **own, **row)
                 if (sampler := samplers.get(slot)) is not None:
-                    place = run(slot, chosen, sampler, candidates)
-                    if place is None:
+                    try:
+                        place = chosen(sampler, candidates)
+                    except ValueError as error:
+                        if failed is None:
+                            raise
+                        errors[slot] = failed[slot] = error
                         continue
                     ids[number], is_hosted[number] = candidates.ids[place], True
                     logprobs[number] = candidates.logprobs[place]
@@ -178,14 +284,11 @@ class HostLoop:
         if not records:
             return state, []
         is_committed_BL = np.asarray(is_committed_BL)
-        commits = [
-            (slot, written)
+        return state, [
+            written
             for slot, written in records
-            if is_committed_BL[slot, written.candidates.index]
+            if slot in read_back and is_committed_BL[slot, written.candidates.index]
         ]
-        for slot, written in commits:
-            run_hook(slot, "accept", written)
-        return state, [written for slot, written in commits if slot in read_back]
 
 
 def _split_of(params: Params, state: State) -> NamedSharding | None:

@@ -249,13 +249,12 @@ def load(
 
     Args:
       path: ``train.out_dir`` of a run or the directory of its checkpoints; a file from ``python -m
-        dlm_jax.export``; a directory in Hub layout with config.json, safetensors and a tokenizer
-        (docs/published.md); a GGUF file, which requires the extra ``gguf``; the name of a model
-        that ships with the package; or a Hub id, ``org/name`` or ``org/name@revision``, which
-        requires the extra ``hub``. Existing paths take precedence over the Hub. The default is
-        ``shakespeare``.
+        dlm_jax.export``; a directory in Hub layout (docs/published.md); a GGUF file (extra
+        ``gguf``); the name of a model that ships with the package, by default ``shakespeare``; or a
+        Hub id, ``org/name`` or ``org/name@revision`` (extra ``hub``). Existing paths take
+        precedence over the Hub.
       network: the custom network that the model was trained with: a `Network`, or a function of the
-        `ModelConfig` of the run, as in `dlm_jax.train`.
+        `ModelConfig` of the run.
       mesh: devices over which the parameters and the sampled rows are sharded, or the number of
         devices along each axis. Each shard of a parameter is read directly onto its device. None
         uses a single device.
@@ -269,14 +268,13 @@ def load(
 
     Raises:
       ValueError: the path contains no usable model, the mesh does not fit the devices, the dtype is
-        unknown, or a JAX setting changes results. The message states the problem and the remedy.
+        unknown, or a JAX setting changes results.
     """
     check_settings()
     say = (lambda line: None) if report is None else report
     path = path_of_model(path)
     if dtype is not None and dtype not in DTYPES:
-        advice = "; its range is too small for activations; use bfloat16" * (dtype == "float16")
-        raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}{advice}")
+        raise SettingError("dtype", dtype, f"is not one of {', '.join(DTYPES)}")
     compiler_options: tuple[str, ...] = ()
     if isinstance(mesh, MeshConfig):
         compiler_options, mesh = mesh.compiler_options, make_mesh(mesh)

@@ -1,6 +1,4 @@
-"""Sampling as pure functions over pytrees, for use under `jax.jit`. This module also replays traces
-and returns hidden vectors.
-"""
+"""Sampling as pure functions over pytrees; replay of traces; hidden vectors of a canvas."""
 
 from __future__ import annotations
 
@@ -164,15 +162,12 @@ class Sampler:
         return trace_of(self.program, state, self.model.vocabulary)
 
     def _check(self, tokens: Any, lengths: Any, seeds: Any, is_draft: Any | None) -> None:
-        shape = np.shape(tokens)
-        if len(shape) != 2 or np.shape(lengths) != shape[:1] or np.shape(seeds) != shape[:1]:
+        shape, given = np.shape(tokens), [np.shape(x) for x in (lengths, seeds)]
+        given.append(shape if is_draft is None else np.shape(is_draft))
+        if len(shape) != 2 or given != [shape[:1], shape[:1], shape]:
             raise ValueError(
-                f"tokens, lengths and seeds have shapes {shape}, {np.shape(lengths)} and "
-                f"{np.shape(seeds)}; pass [B, L], [B] and [B]"
-            )
-        if is_draft is not None and np.shape(is_draft) != shape:
-            raise ValueError(
-                f"is_draft has shape {np.shape(is_draft)}; expected {shape}, like tokens"
+                f"tokens, lengths, seeds and is_draft have shapes {shape} and {given}; pass "
+                "[B, L], [B], [B] and [B, L]"
             )
         if self.request.capacity > shape[1]:
             raise SettingError(
@@ -183,20 +178,17 @@ class Sampler:
             )
         if any(isinstance(x, Tracer) for x in (tokens, lengths, is_draft)):
             return
+        size = self.model.network.vocab_size
         whole = zip(np.asarray(tokens), np.asarray(lengths), strict=True)
         for number, (row, length) in enumerate(whole):
-            if not 0 < length <= shape[1]:
-                raise ValueError(f"row {number} has length {length}; use 1 to {shape[1]}")
-            vocab_size = self.model.network.vocab_size
-            if (strange := row[:length][(row[:length] < 0) | (row[:length] >= vocab_size)]).size:
-                raise SettingError(
-                    "tokens",
-                    int(strange[0]),
-                    f"of row {number} is outside the vocabulary of {vocab_size}",
-                    f"use 0 to {vocab_size - 1}",
+            ids = row[:length]
+            if not 0 < length <= shape[1] or ids.min() < 0 or ids.max() >= size:
+                raise ValueError(
+                    f"row {number} of length {length} needs 1 to {shape[1]} tokens with ids 0 to "
+                    f"{size - 1}"
                 )
             own = None if is_draft is None else np.asarray(is_draft)[number, :length]
-            request = replace(self.request, tokens=row[:length], is_draft=own)
+            request = replace(self.request, tokens=ids, is_draft=own)
             check_canvas(request, self.model.facts, mask_id=self.program.mask_id)
 
 
@@ -292,34 +284,25 @@ def _compiled(
 def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None:
     if not isinstance(trace, Trace):
         raise ValueError(
-            f"trace is a {type(trace).__name__}; pass the trace of generate(..., trace=True); "
-            f"without that option it is None"
+            f"trace is a {type(trace).__name__}; pass the trace of generate(..., trace=True)"
         )
-    if trace.vocab_size != network.vocab_size:
-        raise ValueError(
-            f"the trace has a vocabulary of {trace.vocab_size}, but the model has "
-            f"{network.vocab_size} ids; replay it with the model that sampled it"
-        )
-    if isinstance(model, Model):
+    problem, is_same = "", trace.vocab_size == network.vocab_size
+    if is_same and isinstance(model, Model):
         is_same = trace.vocabulary in ("", model.vocabulary)
-        if not is_same or trace.mask_id != model.tokenizer.mask_id:
-            raise ValueError(
-                "the trace was recorded with a tokenizer other than the model's; "
-                "replay it with the model that sampled it"
-            )
-    if "head:sampler" in trace.rules.fill.needs and "sampler" not in network.heads:
-        raise ValueError(
-            f"the trace uses fill={trace.rules.fill.name!r}, which needs a sampler head that the "
-            f"model lacks; "
-            "replay it with the model that sampled it"
-        )
+        is_same &= trace.mask_id == model.tokenizer.mask_id
     shape = np.shape(trace.canvas)
     arrays = trace.tokens, trace.is_written, trace.logprobs, trace.level
     rows = {np.shape(x)[:1] for x in jax.tree.leaves(trace)}
-    if len(shape) != 3 or any(np.shape(x) != shape for x in arrays) or len(rows) != 1:
+    if not is_same:
+        problem = f"has another vocabulary than the model, which has {network.vocab_size} ids"
+    elif "head:sampler" in trace.rules.fill.needs and "sampler" not in network.heads:
+        problem = f"uses fill={trace.rules.fill.name!r}, whose sampler head the model lacks"
+    elif len(shape) != 3 or any(np.shape(x) != shape for x in arrays) or len(rows) != 1:
+        problem = "has arrays that differ in rows, steps or positions"
+    if problem:
         raise ValueError(
-            "the arrays of the trace differ in rows, steps or positions; select rows with "
-            "trace.rows(index)"
+            f"the trace {problem}; replay it, or its rows by trace.rows(index), with the model "
+            "that sampled it"
         )
 
 
@@ -342,17 +325,17 @@ def inside(model: Model, tokens: Any, lengths: Any = None) -> Inside:
         raise ValueError(
             "the network does not expose its internals; pass `inside` to dlm_jax.Network"
         )
-    tokens_BL = np.asarray(tokens)
+    tokens_BL, size = np.asarray(tokens), model.network.vocab_size
     if tokens_BL.ndim != 2 or not tokens_BL.size or tokens_BL.dtype.kind not in "iu":
         raise ValueError(
             f"tokens has shape {tokens_BL.shape} of {tokens_BL.dtype}; use integers [B, L]"
         )
-    vocab_size, (num_rows, num_positions) = model.network.vocab_size, tokens_BL.shape
-    if tokens_BL.min() < 0 or tokens_BL.max() >= vocab_size:
-        raise ValueError(f"tokens has ids outside the vocabulary; use 0 to {vocab_size - 1}")
-    length_B = np.full(num_rows, num_positions) if lengths is None else np.asarray(lengths)
-    if length_B.shape != (num_rows,) or length_B.min() < 1 or length_B.max() > num_positions:
-        raise ValueError(f"lengths={lengths} must be from 1 to {num_positions} for each row")
+    num_rows, most = tokens_BL.shape
+    length_B = np.full(num_rows, most) if lengths is None else np.asarray(lengths)
+    if length_B.shape != (num_rows,) or length_B.min() < 1 or length_B.max() > most:
+        raise ValueError(f"lengths={lengths} must be from 1 to {most} for each row")
+    if tokens_BL.min() < 0 or tokens_BL.max() >= size:
+        raise ValueError(f"tokens has ids outside the vocabulary; use 0 to {size - 1}")
     arrays = tokens_BL.astype(np.int32), length_B.astype(np.int32)
     return _inside_compiled(model.network)(model.params, *arrays)
 

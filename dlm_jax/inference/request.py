@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlm_jax.data import NO_MASK, Tokenizer
-from dlm_jax.inference.candidates import HostSampler, shown
+from dlm_jax.inference.host import HostSampler, shown
 from dlm_jax.inference.model import Model
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.orders import QuotaRule
@@ -34,7 +34,6 @@ HOLE = re.compile(r"<hole(?::(-?\d+))?>")
 of ``gen_length`` tokens.
 """
 
-_TYPO = re.compile(r"<\s*hole\b", re.IGNORECASE)
 _LONGEST_TOKEN = 128
 """Characters of the longest token in common vocabularies."""
 _LONGEST = 2**20
@@ -68,23 +67,20 @@ def make_canvas(
     kinds = [name for name in ("prompt", "template", "tokens") if asked.get(name) is not None]
     if len(kinds) > 1:
         raise ValueError(f"{' and '.join(kinds)} cannot be combined; pass only one of them")
-    infill, draft = asked.get("infill", False), asked.get("draft")
+    kind, infill, draft = (*kinds, "prompt")[0], asked.get("infill", False), asked.get("draft")
     require(isinstance(infill, bool), "infill", infill, "is not a bool", "use True or False")
-    is_alone = not infill or kinds == ["tokens"]
-    require(is_alone, "infill", UNSET, "requires tokens", "pass tokens or a template")
-    is_alone = draft is None or not (infill or kinds == ["template"])
-    remedy = "do not combine it with template or infill"
-    require(is_alone, "draft", UNSET, "follows a prompt", remedy)
+    if infill and kind != "tokens":
+        raise SettingError("infill", UNSET, "requires tokens", "pass tokens or a template")
+    if draft is not None and (infill or kind == "template"):
+        raise SettingError(
+            "draft", UNSET, "follows a prompt", "do not combine it with template or infill"
+        )
     for name in ("prompt", "template", "draft"):
-        text = asked.get(name)
-        if text is not None:
+        if (text := asked.get(name)) is not None:
             require(isinstance(text, str), name, text, "is not a string", "put it in quotes")
             check_size(name, len(text), room)
-    mask_id = tokenizer.mask_id
-    if kinds == ["template"]:
-        tokens = _template(tokenizer, asked["template"], gen_length, room)
-        return _checked(np.concatenate([np.array(prefix_ids, np.int32), tokens]), room, "template")
-    if kinds == ["tokens"]:
+    mask_id, prefix = tokenizer.mask_id, np.array(prefix_ids, np.int32)
+    if kind == "tokens":
         given = _ids(tokenizer, asked["tokens"])
         has_holes = bool((given == mask_id).any())
         if infill and not has_holes:
@@ -92,28 +88,36 @@ def make_canvas(
                 f"infill=True, but none of the tokens is MASK ({mask_id}); use MASK at the "
                 f"positions to fill"
             )
-        if infill:
-            return _checked(given, room, "tokens")
         remedy = "set infill=True to fill it, or remove it"
-        require(not has_holes, "tokens", UNSET, f"contain MASK ({mask_id})", remedy)
+        require(infill or not has_holes, "tokens", UNSET, f"contain MASK ({mask_id})", remedy)
+    elif kind == "template":
+        text = _template(tokenizer, asked["template"], gen_length, room)
+        given = np.concatenate([prefix, text])
     else:
-        text = tokenizer.encode(asked.get("prompt") or "")
-        given = np.concatenate([np.array(prefix_ids, np.int32), text])
-    if draft is not None:
+        given = np.concatenate([prefix, tokenizer.encode(asked.get("prompt") or "")])
+    left, is_draft = room - given.size, None
+    if infill or kind == "template":
+        tokens, what = given, f"{kind} of {given.size} tokens, including holes, exceeds"
+    elif draft is not None:
         text = tokenizer.encode(draft)
         require(text.size > 0, "draft", UNSET, "is empty", "pass text to refine, or remove it")
         holes = np.full(min(gen_length, room + 1), mask_id, np.int32)
-        tokens, _ = _checked(np.concatenate([given, text, holes]), room, "prompt and draft")
+        tokens = np.concatenate([given, text, holes])
         is_draft = np.zeros(tokens.size, bool)
         is_draft[given.size : given.size + text.size] = True
-        return tokens, is_draft
-    left = room - given.size
-    why = f"of {given.size} tokens leaves no space on the canvas of {room}"
-    require(left > 0, "prompt", UNSET, why, f"shorten it or raise max_length above {given.size}")
-    why = f"and a prompt of {given.size} tokens exceed the canvas of {room}"
-    remedy = f"use gen_length={left} or less, or raise max_length"
-    require(gen_length <= left, "gen_length", gen_length, why, remedy)
-    return np.concatenate([given, np.full(gen_length or left, mask_id, np.int32)]), None
+        what = f"prompt and draft of {tokens.size} tokens, including holes, exceeds"
+    else:
+        why = f"of {given.size} tokens leaves no space on the canvas of {room}"
+        require(
+            left > 0, "prompt", UNSET, why, f"shorten it or raise max_length above {given.size}"
+        )
+        why = f"and a prompt of {given.size} tokens exceed the canvas of {room}"
+        remedy = f"use gen_length={left} or less, or raise max_length"
+        require(gen_length <= left, "gen_length", gen_length, why, remedy)
+        return np.concatenate([given, np.full(gen_length or left, mask_id, np.int32)]), None
+    if tokens.size > room:
+        raise ValueError(f"{what} the canvas of {room}; shorten it or raise max_length")
+    return tokens, is_draft
 
 
 def check_size(name: str, size: int, room: int) -> None:
@@ -140,36 +144,20 @@ def _ids(tokenizer: Tokenizer, tokens: Any) -> np.ndarray:
 
 
 def _template(tokenizer: Tokenizer, text: str, gen_length: int, room: int) -> np.ndarray:
-    for marker in _TYPO.finditer(text):
-        if not HOLE.match(text, marker.start()):
-            near = text[marker.start() : marker.start() + 12]
-            raise ValueError(f"template: {near!r} is not a gap; write <hole:8> or <hole>")
     parts, end = [], 0
     for marker in HOLE.finditer(text):
         length = gen_length if marker[1] is None else int(marker[1])
-        problem = "" if length <= room else f"exceeds the canvas of {room}; shorten it or raise "
-        problem += "max_length" if problem else ""
-        if length < 1:
-            problem = f"is a gap of {length} tokens; "
-            problem += "" if marker[1] else "set gen_length, or "
-            problem += "write <hole:8>, for example" if marker[1] else "write <hole:8>"
-        if problem:
-            raise ValueError(f"template: {marker[0]} {problem}")
+        if not 1 <= length <= room:
+            raise ValueError(
+                f"template: {marker[0]} is a gap of {length} tokens, outside 1 to {room}, the "
+                "canvas; write <hole:8>, or set gen_length"
+            )
         parts.append(tokenizer.encode(text[end : marker.start()]))
         parts.append(np.full(length, tokenizer.mask_id, np.int32))
         end = marker.end()
     remedy = "write <hole:8> for a gap of 8 tokens"
     require(bool(parts), "template", UNSET, "has no <hole>", remedy)
     return np.concatenate([*parts, tokenizer.encode(text[end:])])
-
-
-def _checked(tokens: np.ndarray, room: int, what: str) -> tuple[np.ndarray, None]:
-    if tokens.size > room:
-        raise ValueError(
-            f"{what} of {tokens.size} tokens, including holes, exceeds the canvas of {room}; "
-            "shorten it or raise max_length"
-        )
-    return tokens, None
 
 
 def check_settings(model: Model, sample: SamplingParams) -> None:
@@ -345,11 +333,6 @@ class Request:
         require(0 <= self.seed < 2**32, "seed", self.seed, why, "use a seed in this range")
         shape, is_row = self.tokens.shape, self.tokens.ndim == 1 and self.tokens.size > 0
         require(is_row, "tokens", UNSET, f"have shape {shape}", "pass one non-empty row")
-        if self.is_draft is not None and self.is_draft.shape != shape:
-            raise ValueError(
-                f"is_draft has shape {self.is_draft.shape} and tokens has {shape}; pass one value "
-                f"per token"
-            )
         if self.host_sampler is not None and not callable(self.host_sampler):
             raise ValueError(
                 f"host_sampler={shown(self.host_sampler)} is not callable; pass a function that "
@@ -358,17 +341,9 @@ class Request:
         for name in ("read_back", "trace"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "is not a bool", "use True or False")
-        require(
-            not (self.trace and self.needs_host),
-            "trace",
-            True,
-            "is not supported with host samplers and read-back",
-            "remove them, or use trace=False",
-        )
-        if not 0 <= self.capacity < 2**31:
-            raise ValueError(
-                f"capacity={self.capacity} must be at least 0; use 0 for the current length"
-            )
+        if self.trace and self.needs_host:
+            why = "is not supported with host samplers and read-back"
+            raise SettingError("trace", True, why, "remove them, or use trace=False")
 
 
 class Static(NamedTuple):
@@ -412,14 +387,6 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
     return rows, samples[0].table.columns(samples, facts)
 
 
-def group(requests: Sequence[Request]) -> dict[Static, list[int]]:
-    """Groups the indices of requests that can run in the same program by static settings."""
-    groups: dict[Static, list[int]] = {}
-    for index, request in enumerate(requests):
-        groups.setdefault(static_of(request), []).append(index)
-    return groups
-
-
 Chains = dict[tuple[RuleTable, tuple[str, ...]], tuple[str, ...]]
 """The part of each chain that is in use."""
 
@@ -456,11 +423,12 @@ def with_chain_in_use(sample: SamplingParams, chains: Chains) -> SamplingParams:
 
 def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
     """Removes the unused parts from the chains of the requests; see `chains_in_use`."""
-    chains = chains_in_use(requests)
-    # Requests that share a settings object also share the shortened one.
-    samples = {id(request.sample): request.sample for request in requests}
-    shorter = {place: with_chain_in_use(one, chains) for place, one in samples.items()}
-    return [replace(request, sample=shorter[id(request.sample)]) for request in requests]
+    chains, samples = chains_in_use(requests), {}
+    for sample in (request.sample for request in requests):
+        # Requests that share a settings object also share the shortened one.
+        if id(sample) not in samples:
+            samples[id(sample)] = with_chain_in_use(sample, chains)
+    return [replace(request, sample=samples[id(request.sample)]) for request in requests]
 
 
 def make_requests(
@@ -481,6 +449,8 @@ def make_requests(
     if not isinstance(prompt, str | Mapping):
         raise SettingError("prompt", prompt, "is neither a string nor a mapping", "pass a string")
     own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+    if "trace" in own:
+        raise SettingError("trace", own["trace"], "applies to all rows", "pass it to the call")
     asked = {"seed": 0, "max_length": None} | {**common, **own}
     text = {name: asked[name] for name in PROMPT_KEYS if name in asked}
     is_without = all(text.get(name) is None for name in ("template", "tokens"))
@@ -489,24 +459,22 @@ def make_requests(
     seed = _integer("seed", asked["seed"]) + (0 if "seed" in own else first)
     room = room_of(model, asked["max_length"])
     host = {name: asked[name] for name in _HOST if name in asked}
-    if "trace" in own:
-        raise SettingError("trace", own["trace"], "applies to all rows", "pass it to the call")
     trace = asked.get("trace", False)
     layers = [{k: v for k, v in x.items() if k not in _NOT_SETTINGS} for x in (common, own)]
     num_rows = first + num_samples if num_rows is None else num_rows
     table, settings, rows = given_settings(*layers, num_rows=num_rows)
-    plain = (bool, int, float, str, type(None))
+    is_plain = all(type(x) in (bool, int, float, str, type(None)) for x in layers[1].values())
     key = None
-    if known is not None and not rows and all(type(x) in plain for x in layers[1].values()):
+    if known is not None and not rows and is_plain:
         # `repr` distinguishes 1, 1.0 and True, which are equal.
         needs = host.get("host_sampler") is not None, bool(host.get("read_back"))
         key = needs, repr(sorted(layers[1].items()))
-    made: list[Request] = []
+    requests: list[Request] = []
     for index in range(num_samples):
-        if made and not rows:
-            made.append(replace(made[0], seed=seed + index))
+        if requests and not rows:
+            requests.append(replace(requests[0], seed=seed + index))
             continue
-        sample = known.get(key) if known is not None and key is not None else None
+        sample = None if known is None else known.get(key)
         if sample is None:
             values = values_of_row(settings, rows, first + index)
             sample = _resolved(model, table, values, host)
@@ -522,27 +490,22 @@ def make_requests(
         )
         # The first step of a draft only reads it, unless the row rewrites tokens at every step.
         is_once = sample.resample or sample.edits or sample.renoises or sample.is_noise
-        require(
-            is_draft is None or (sample.refines and (is_once or sample.steps > 1)),
-            "draft",
-            UNSET,
-            "requires remasking, resampling, re-noising or edits, but none of them is enabled",
-            "for example, use remask=scheduled, schedule=all and steps=8",
-        )
+        if is_draft is not None and not (sample.refines and (is_once or sample.steps > 1)):
+            raise SettingError(
+                "draft",
+                UNSET,
+                "requires remasking, resampling, re-noising or edits, but none of them is enabled",
+                "for example, use remask=scheduled, schedule=all and steps=8",
+            )
+        capacity = room if sample.edits else 0
         request = Request(
-            tokens,
-            sample,
-            seed + index,
-            is_draft,
-            **host,
-            capacity=room if sample.edits else 0,
-            trace=trace,
+            tokens, sample, seed + index, is_draft, **host, capacity=capacity, trace=trace
         )
         if trace:
             check_trace(sample)
         check_canvas(request, model.facts, mask_id=model.tokenizer.mask_id)
-        made.append(request)
-    return made
+        requests.append(request)
+    return requests
 
 
 _FORMATS = ("text", "json_object", "json_schema", "regex")
@@ -559,27 +522,26 @@ def pattern_of_format(form: Any) -> str | None:
       ValueError: the format is malformed, or a schema cannot be used.
     """
     kind = form.get("type") if isinstance(form, Mapping) else None
+    value = form.get(kind) if kind in _FORMATS else None
+    schema: Any = {"type": "object"}
+    if kind == "json_schema":
+        schema = value.get("schema") if isinstance(value, Mapping) else None
+    problem = ""
     if kind not in _FORMATS:
-        raise SettingError(
-            "response_format", UNSET, "has no known type", f"use one of {', '.join(_FORMATS)}"
-        )
-    for name, value in form.items():
-        if value is not None and name not in ("type", kind):
-            raise SettingError(
-                "response_format", UNSET, f"of type {kind} has {name[:60]!r}", "remove it"
-            )
-    if kind in ("json_schema", "regex") and form.get(kind) is None:
-        raise SettingError("response_format", UNSET, f"lacks {kind}", "add it")
-    if kind == "regex":
-        if not isinstance(form["regex"], str):
-            raise SettingError("response_format", UNSET, "has a regex that is not a string")
-        return form["regex"] or None
-    if kind != "json_schema":
-        return regex_of_schema({"type": "object"}) if kind == "json_object" else None
-    schema = form["json_schema"]
-    if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
-        raise SettingError("response_format", UNSET, 'lacks "schema" in json_schema', "add it")
-    return regex_of_schema(dict(schema["schema"]))
+        problem = f"has no known type; use one of {', '.join(_FORMATS)}"
+    elif others := [k for k, v in form.items() if v is not None and k not in ("type", kind)]:
+        problem = f"of type {kind} has {others[0][:60]!r}; remove it"
+    elif kind in ("json_schema", "regex") and value is None:
+        problem = f"lacks {kind}; add it"
+    elif kind == "regex" and not isinstance(value, str):
+        problem = "has a regex that is not a string"
+    elif not isinstance(schema, Mapping):
+        problem = 'lacks "schema" in json_schema; add it'
+    if problem:
+        raise SettingError("response_format", UNSET, problem)
+    if kind in ("text", "regex"):
+        return str(value) if kind == "regex" and value else None
+    return regex_of_schema(schema)
 
 
 def structured(model: Model, settings: Mapping[str, Any], length: int) -> dict[str, Any]:
@@ -646,36 +608,35 @@ def _resolved(
     if unit and type(length) is int and length == 0:
         given = {**given, "block_length": unit}
     sample = resolve(advised, given, table=table)
-    fill, used = table.fill[sample.fill], table.named("fill", sample)
-    require(
-        fill is Parallel or not is_hosted,
-        "fill",
-        sample.fill,
-        "draws tokens together, which host samplers cannot replace",
-        "use fill='parallel'",
-    )
-    require(
-        used.logits is not FillRule.logits or not is_read,
-        "fill",
-        used.name,
-        "draws tokens together, so that read-back cannot give the candidates of a token",
-        "remove read_back, or use fill='parallel'",
-    )
-    confidence_of = getattr(sample, "confidence_of", "clean")
-    require(
-        confidence_of == "clean" or not is_hosted,
-        "confidence_of",
-        confidence_of,
-        "requires state that host samplers do not keep",
-        "use confidence_of='clean'",
-    )
-    require(
-        not (sample.is_noise and (is_hosted or is_read)),
-        "order",
-        sample.order,
-        "writes tokens without host samplers and read-back",
-        "remove host_sampler and read_back",
-    )
+    used = table.named("fill", sample)
+    for is_wrong, name, why, remedy in (
+        (
+            is_hosted and table.fill[sample.fill] is not Parallel,
+            "fill",
+            "draws tokens together, which host samplers cannot replace",
+            "use fill='parallel'",
+        ),
+        (
+            is_read and used.logits is FillRule.logits,
+            "fill",
+            "draws tokens together, so that read-back cannot give the candidates of a token",
+            "remove read_back, or use fill='parallel'",
+        ),
+        (
+            is_hosted and getattr(sample, "confidence_of", "clean") != "clean",
+            "confidence_of",
+            "requires state that host samplers do not keep",
+            "use confidence_of='clean'",
+        ),
+        (
+            sample.is_noise and (is_hosted or is_read),
+            "order",
+            "writes tokens without host samplers and read-back",
+            "remove host_sampler and read_back",
+        ),
+    ):
+        if is_wrong:
+            raise SettingError(name, getattr(sample, name), why, remedy)
     if isinstance(sample.structure, str) and sample.structure:
         sample = replace(sample, structure=model.structures.automaton(sample.structure))
     check_settings(model, sample)
@@ -689,6 +650,7 @@ def _integer(name: str, value: Any) -> int:
 
 
 def room_of(model: Model, max_length: Any) -> int:
+    """Returns the maximum number of tokens of a row."""
     if max_length is None:
         return model.max_length
     length = _integer("max_length", max_length)

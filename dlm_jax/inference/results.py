@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dlm_jax.inference.candidates import Written
+from dlm_jax.inference.host import Written
+from dlm_jax.inference.model import Model
 from dlm_jax.sampling.replay import Trace, joined
 from dlm_jax.sampling.row import Counters
 from dlm_jax.types import Status, first_eos
@@ -82,25 +83,12 @@ class Row:
         )
 
 
-def given_row(tokens: np.ndarray) -> Row:
-    """Returns the finished row of a request whose tokens are all given."""
-    size = tokens.size
-    return Row(
-        tokens=tokens,
-        is_frozen=np.ones(size, bool),
-        logprobs=np.zeros(size, np.float32),
-        committed=np.full(size, -1, np.int32),
-        steps=0,
-        block=0,
-        status=Status.DONE,
-    )
-
-
-@dataclass(frozen=True)
-class Generation:
-    """Finished rows, in the order of their requests.
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Finished rows, in the order of their requests. Rows end with the first generated EOS.
 
     Attributes:
+      texts: prompt and continuation of each row.
       tokens: int32 ``[R, L]``, PAD beyond the length of each row.
       lengths: int32 ``[R]``, number of live tokens in each row, including given tokens.
       steps: int32 ``[R]``, number of steps taken.
@@ -114,8 +102,10 @@ class Generation:
       read_back: read-back records of each row in commit order; empty if not requested.
       seconds: float64 ``[R]``, seconds that each row spent in a slot.
       trace: all draws of the rows with ``trace=True``; None otherwise.
+      programs: shapes of the compiled programs.
     """
 
+    texts: tuple[str, ...]
     tokens: np.ndarray
     lengths: np.ndarray
     steps: np.ndarray
@@ -125,7 +115,8 @@ class Generation:
     committed: np.ndarray
     read_back: tuple[tuple[Written, ...], ...]
     seconds: np.ndarray
-    trace: Trace | None = dataclasses.field(default=None, kw_only=True)
+    trace: Trace | None = None
+    programs: tuple[str, ...] = ()
 
     @property
     def forwards(self) -> np.ndarray:
@@ -133,29 +124,35 @@ class Generation:
         return self.counters.forwards
 
 
-def assemble(rows: Sequence[Row], *, pad_id: int) -> Generation:
-    """Stacks the rows into arrays, padded to a canvas that fits the longest row."""
-    width = canvas_size(max(row.tokens.size for row in rows))
+def texts_of(model: Model, rows: Mapping[int, Row], programs: tuple[str, ...] = ()) -> Texts:
+    """Returns the texts of finished rows by index, such as the last rows of `stream`."""
+    ordered = [rows[index] for index in sorted(rows)]
+    width = canvas_size(max(row.tokens.size for row in ordered))
 
     def table(name: str, fill: float, dtype: Any) -> np.ndarray:
-        whole = np.full((len(rows), width), fill, dtype)
-        for number, row in enumerate(rows):
+        whole = np.full((len(ordered), width), fill, dtype)
+        for number, row in enumerate(ordered):
             values = getattr(row, name)
             whole[number, : values.size] = values
         return whole
 
-    traces = [row.trace for row in rows if row.trace is not None]
-    return Generation(
-        tokens=table("tokens", pad_id, np.int32),
-        lengths=np.array([row.tokens.size for row in rows], np.int32),
-        steps=np.array([row.steps for row in rows], np.int32),
-        counters=Counters(*np.array([row.counters for row in rows], np.int32).T),
-        status=tuple(row.status for row in rows),
+    trace = None
+    if all(row.trace is not None for row in ordered):
+        trace = joined([row.trace for row in ordered if row.trace is not None]).trimmed()
+        trace = dataclasses.replace(trace, vocabulary=model.vocabulary)
+    return Texts(
+        texts=tuple(model.tokenizer.decode(row.tokens) for row in ordered),
+        tokens=table("tokens", model.tokenizer.pad_id, np.int32),
+        lengths=np.array([row.tokens.size for row in ordered], np.int32),
+        steps=np.array([row.steps for row in ordered], np.int32),
+        counters=Counters(*np.array([row.counters for row in ordered], np.int32).T),
+        status=tuple(row.status for row in ordered),
         logprobs=table("logprobs", 0, np.float32),
         committed=table("committed", -1, np.int32),
-        read_back=tuple(row.read_back for row in rows),
-        seconds=np.array([row.seconds for row in rows]),
-        trace=joined(traces).trimmed() if len(traces) == len(rows) else None,
+        read_back=tuple(row.read_back for row in ordered),
+        seconds=np.array([row.seconds for row in ordered]),
+        trace=trace,
+        programs=programs,
     )
 
 

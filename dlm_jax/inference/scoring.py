@@ -1,16 +1,12 @@
-"""Scores texts with a loaded model, in nats per token and bits per character with standard errors.
-
-The score under a diffusion model is an upper bound, estimated from random masks. The score under an
-autoregressive model is exact, so such a model can evaluate texts that other models generated.
-"""
+"""Likelihoods of texts and log-probabilities of their tokens."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +17,12 @@ from dlm_jax.distributed import compiler
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.objectives.likelihood import Costs, costs, half_width, num_scored, ratio_and_error
+from dlm_jax.objectives.losses import unpredicted
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.randomness import key_of
+from dlm_jax.sampling import positions
 from dlm_jax.settings import SettingError
-from dlm_jax.types import Network
-
-Window = tuple[np.ndarray, int]
-"""The ids of a row and the number of given ids at its start."""
+from dlm_jax.types import Network, Params
 
 MOST_AT_ONCE = 1 << 16
 """Maximum number of rows per batch and of mask draws."""
@@ -126,9 +121,24 @@ def score(
         raise ValueError(
             f"{len(prompts)} prompts do not match {len(texts)} texts; pass one per text"
         )
-    given = [""] * len(texts) if prompts is None else prompts
-    windows, owners = _windows_of(texts, lambda index, text: _windows(model, given[index], text))
-    rows = _rows(model, windows)
+    windows: list[tuple[np.ndarray, int]] = []
+    owners: list[int] = []
+    for index, (text, prompt) in enumerate(zip(texts, prompts or [""] * len(texts), strict=True)):
+        try:
+            cut = _windows(model, prompt, text)
+        except ValueError as error:
+            where = f"text {index}: " if len(texts) > 1 else ""
+            raise ValueError(f"{where}{error}") from None
+        windows, owners = windows + cut, owners + [index] * len(cut)
+    size = canvas_size(max(len(ids) for ids, _ in windows))
+    tokens = np.full((len(windows), size), model.tokenizer.pad_id, np.int32)
+    for row, (ids, _) in enumerate(windows):
+        tokens[row, : len(ids)] = ids
+    rows = {
+        "tokens": tokens,
+        "length": np.array([len(ids) for ids, _ in windows], np.int32),
+        "given": np.array([given for _, given in windows], np.int32),
+    }
     cost = score_rows(model, rows, num_draws=num_draws, batch_size=batch_size, seed=seed)
 
     def per_text(values: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -228,26 +238,10 @@ def _in_batches(
     return jax.tree.map(lambda *cut: np.concatenate(cut)[:num_rows], *parts)
 
 
-def _windows_of(
-    texts: Sequence[str], cut: Callable[[int, str], Sequence[Window]]
-) -> tuple[list[Window], list[int]]:
-    """Returns the windows of all texts and the text index of each window."""
-    windows: list[Window] = []
-    owners: list[int] = []
-    for index, text in enumerate(texts):
-        try:
-            mine = cut(index, text)
-        except ValueError as error:
-            if len(texts) == 1:
-                raise
-            raise ValueError(f"text {index}: {error}") from None
-        windows += mine
-        owners += [index] * len(mine)
-    return windows, owners
-
-
-def _windows(model: Model, prompt: str, text: str) -> list[Window]:
-    """Splits a text into windows. A text with a prompt is a single window."""
+def _windows(model: Model, prompt: str, text: str) -> list[tuple[np.ndarray, int]]:
+    """Returns the ids of each window of a text, and the number of given ids at its start. A text
+    with a prompt is a single window.
+    """
     prefix = np.array(model.prefix_ids, np.int32)
     given, ids = model.tokenizer.encode(prompt), model.tokenizer.encode(text)
     if not ids.size:
@@ -269,13 +263,197 @@ def _windows(model: Model, prompt: str, text: str) -> list[Window]:
     return [(ids[start : start + model.max_length], 1) for start in starts]
 
 
-def _rows(model: Model, windows: Sequence[Window]) -> dict[str, np.ndarray]:
-    size = canvas_size(max(len(ids) for ids, _ in windows))
-    tokens = np.full((len(windows), size), model.tokenizer.pad_id, np.int32)
-    for row, (ids, _) in enumerate(windows):
-        tokens[row, : len(ids)] = ids
-    return {
-        "tokens": tokens,
-        "length": np.array([len(ids) for ids, _ in windows], np.int32),
-        "given": np.array([given for _, given in windows], np.int32),
-    }
+class DecodingRow(NamedTuple):
+    """A row of tokens, int32 ``[n]``, and the positions to decode, in order.
+
+    A MASK token at any other position remains a hole.
+    """
+
+    ids: np.ndarray
+    places: Sequence[int]
+
+
+class Stopped(Exception):
+    """Raised when the caller cancels the remaining batches."""
+
+
+def order_logprobs(
+    model: Model,
+    rows: Iterable[DecodingRow],
+    *,
+    batch_size: int = 32,
+    num_rows: int | None = None,
+) -> np.ndarray:
+    """Returns the log-probability in nats of the tokens at the `places` of each row, decoded in
+    this order, float64 ``[N]``.
+
+    Each token is read from the canvas with the previously decoded tokens. Identical canvases run
+    only once, so rows that differ in their last token alone share all forward passes. Every program
+    has `num_rows` rows; None uses the smallest sufficient power of two, up to `batch_size`.
+    """
+    reads, ends = [], []
+    for row in rows:
+        places = np.asarray(row.places)
+        for count, place in enumerate(places.tolist()):
+            shown = row.ids.copy()
+            shown[places[count:]] = model.tokenizer.mask_id
+            reads.append((shown, place, int(row.ids[place])))
+        ends.append(len(reads))
+    values = _read_logprobs(model, reads, batch_size, num_rows)[0].astype(np.float64)
+    return np.array([part.sum() for part in np.split(values, ends)[:-1]])
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities in nats of the n tokens of a text, each given the tokens before it.
+
+    Attributes:
+      ids: int32 ``[n]``, the tokens.
+      logprobs: float32 ``[n]``, NaN at the first token if the network does not predict it
+        (`Network.predicts_first`).
+      top_ids: int32 ``[n, K]``, the most likely ids at each position, most likely first.
+      top_logprobs: float32 ``[n, K]``.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+def token_logprobs(
+    model: Model,
+    texts: Sequence[np.ndarray],
+    *,
+    num_top: int = 1,
+    batch_size: int = 32,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> list[TokenLogprobs]:
+    """Returns the log-probabilities of the tokens of each text, given as ids.
+
+    A causal model takes one forward pass per text, and the values sum to the exact likelihood (of
+    the tokens after the first, if the network does not predict the first one). Other models decode
+    the text from left to right, as in `order_logprobs`, which takes one forward pass per token.
+    MASK is excluded, as in the losses, and no id that is never written is among the most likely
+    ones.
+
+    `goes_on` is called before each batch. If it returns False, no further batches run, and
+    `Stopped` is raised.
+    """
+    texts, reads = [np.asarray(ids, np.int32) for ids in texts], []
+    for ids in texts:
+        for place in range(ids.size):
+            shown = ids
+            if not model.is_causal:
+                shown = ids.copy()
+                shown[place:] = model.tokenizer.mask_id
+            reads.append((shown, place, int(ids[place])))
+    num_top = min(num_top, model.network.vocab_size - len(model.banned_ids))
+    columns = _read_logprobs(model, reads, batch_size, num_top=num_top, goes_on=goes_on)
+    results, first = [], 0
+    for ids in texts:
+        logprobs, top_ids, top_logprobs = (column[first : first + ids.size] for column in columns)
+        first += ids.size
+        if not model.network.predicts_first:
+            logprobs[:1] = np.nan
+        results.append(TokenLogprobs(ids, logprobs, top_ids, top_logprobs))
+    return results
+
+
+def _read_logprobs(
+    model: Model,
+    reads: Sequence[tuple[np.ndarray, int, int]],
+    batch_size: int,
+    num_rows: int | None = None,
+    *,
+    num_top: int = 0,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the log-probability of each read (canvas, position, id), float32 ``[N]``, and the
+    `num_top` most likely ids of its position with their log-probabilities, ``[N, num_top]``.
+    """
+    if not model.process.is_masked:
+        raise ValueError(
+            "tokens are scored in holes, but the model was trained with objective.process="
+            f"{model.process.name!r}; load a model that fills MASK"
+        )
+    canvases: dict[bytes, tuple[int, np.ndarray, dict[tuple[int, int], int]]] = {}
+    at = []
+    for shown, place, id_ in reads:
+        number, _, known = canvases.setdefault(shown.tobytes(), (len(canvases), shown, {}))
+        at.append((number, known.setdefault((place, id_), len(known))))
+    sizes: dict[int, list[Any]] = {}
+    for row in canvases.values():
+        sizes.setdefault(canvas_size(row[1].size, is_shared=True), []).append(row)
+    most = max((len(known) for *_, known in canvases.values()), default=1)
+    tables = [
+        np.zeros((len(canvases), most, *shape), dtype)
+        for shape, dtype in (((), np.float32), ((num_top,), np.int32), ((num_top,), np.float32))
+    ]
+    run = compiled(
+        _logprobs_at,
+        model.network,
+        model.compiler_options,
+        mask_id=unpredicted(model.network, model.tokenizer.mask_id),
+        banned_ids=model.banned_ids,
+        num_top=num_top,
+    )
+    for size, rows in sorted(sizes.items()):
+        count = num_rows or min(batch_size, _power_of_two(len(rows)))
+        # A causal text is read at all positions of its canvas, so that few programs are compiled.
+        num_reads = size if num_top and model.is_causal else _power_of_two(most)
+        for first in range(0, len(rows), count):
+            if not goes_on():
+                raise Stopped
+            some = rows[first : first + count]
+            tokens = np.full((count, size), model.tokenizer.pad_id, np.int32)
+            length, place, ids = (np.zeros((n, count), np.int32) for n in (1, num_reads, num_reads))
+            for row, (_, shown, known) in enumerate(some):
+                tokens[row, : shown.size], length[0, row] = shown, shown.size
+                place[: len(known), row], ids[: len(known), row] = np.array([*known]).T
+            values = run(model.params, tokens, np.maximum(length[0], 1), place, ids)
+            numbers = [number for number, *_ in some]
+            for table, value_PB in zip(tables, jax.device_get(values), strict=True):
+                table[numbers, :num_reads] = np.moveaxis(value_PB, 0, 1)[: len(some), :most]
+    index = tuple(np.array(at, int).reshape(-1, 2).T)
+    return tables[0][index], tables[1][index], tables[2][index]
+
+
+def _logprobs_at(
+    network: Network,
+    params: Params,
+    tokens_BL: jax.Array,
+    length_B: jax.Array,
+    place_PB: jax.Array,
+    ids_PB: jax.Array,
+    *,
+    mask_id: int,
+    banned_ids: tuple[int, ...],
+    num_top: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the log-probabilities in nats of ids at positions, ``[P, B]``, and the `num_top` most
+    likely ids with their log-probabilities, ``[P, B, K]``. MASK is excluded, as in the losses.
+    """
+    hidden_BLD = positions.hidden(network, params, tokens_BL, length_B)
+
+    def at(read: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        place_B, ids_B = read
+        hidden_BD = jnp.take_along_axis(hidden_BLD, place_B[:, None, None], axis=1)[:, 0]
+        logits_BV = positions.logits(network, params, hidden_BD)
+        is_mask_1V = jnp.arange(logits_BV.shape[1])[None] == mask_id
+        logits_BV = jnp.where(is_mask_1V, -jnp.inf, logits_BV)
+        if not num_top:
+            norm_B1 = jax.nn.logsumexp(logits_BV, axis=1, keepdims=True)
+            logprobs_B1 = jnp.take_along_axis(logits_BV, ids_B[:, None], axis=1) - norm_B1
+            none_B0 = logprobs_B1[:, :0]
+            return logprobs_B1[:, 0], none_B0.astype(jnp.int32), none_B0
+        logprobs_BV = jax.nn.log_softmax(logits_BV)
+        written_BV = logprobs_BV.at[:, np.array(banned_ids, int)].set(-jnp.inf)
+        top_BK, top_ids_BK = jax.lax.top_k(written_BV, num_top)
+        logprobs_B1 = jnp.take_along_axis(logprobs_BV, ids_B[:, None], axis=1)
+        return logprobs_B1[:, 0], top_ids_BK, top_BK
+
+    return jax.lax.map(at, (place_PB, ids_PB))
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(count - 1, 0).bit_length()

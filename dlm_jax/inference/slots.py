@@ -17,11 +17,10 @@ import numpy as np
 from dlm_jax import devices
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import OwnRows, placement, split_rows
-from dlm_jax.inference.candidates import moved
-from dlm_jax.inference.host import HostLoop
+from dlm_jax.inference.host import HostLoop, moved
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, columns, static_of
-from dlm_jax.inference.results import Row, canvas_size
+from dlm_jax.inference.results import Row
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.program import Program
@@ -39,12 +38,10 @@ class Entry:
     number: int
     request: Request
     queue: Any = None
-    priority: int = 0
     is_watched: bool = False
     submitted: float = field(default_factory=time.perf_counter)
     started: float | None = None
     slot: int | None = None
-    is_cancelled: bool = False
     read_back: list[Any] = field(default_factory=list)
     error: Exception | None = None
 
@@ -52,9 +49,6 @@ class Entry:
     def waited(self) -> float:
         """Seconds in the queue."""
         return (time.perf_counter() if self.started is None else self.started) - self.submitted
-
-    def __lt__(self, other: Entry) -> bool:
-        return (-self.priority, self.number) < (-other.priority, other.number)
 
 
 class Bucket:
@@ -67,12 +61,6 @@ class Bucket:
     """
 
     def __init__(self, requests: Sequence[Request], facts: ModelFacts, canvas: int):
-        longest = max(request.room for request in requests)
-        if canvas < longest:
-            raise ValueError(
-                f"canvas={canvas} is less than the {longest} positions that a request can fill; "
-                f"use {canvas_size(longest)}"
-            )
         self.static, self.canvas, self._facts = static_of(requests[0]), canvas, facts
         steps = max(request.sample.steps for request in requests)
         self.num_traced = 1 << (steps - 1).bit_length() if self.static.is_traced else 0
@@ -299,8 +287,7 @@ class Slots:
         """Runs up to `num_steps` steps of every row; a `HostLoop` runs one step.
 
         The call returns early when `num_ends` rows have ended. A row whose host sampler fails ends
-        with `Status.FAILED`. If `accept` failed, the row keeps the state after that step; otherwise
-        it keeps the state before it.
+        with `Status.FAILED` and keeps the state before this step.
 
         Returns:
           The requests in `running` (by slot) whose rows have ended, the number of steps that the
@@ -428,7 +415,7 @@ class Slots:
     def _step_on_host(self, loop: HostLoop, state: State, running: Mapping[int, Entry]) -> State:
         samplers = {slot: entry.request.host_sampler for slot, entry in running.items()}
         names = [running[n].number if n in running else -1 for n in range(self._local.count)]
-        failed = {slot: entry.error for slot, entry in running.items() if entry.error is not None}
+        failed: dict[int, Exception] = {}
         state, written = loop.step(
             self._params_for(state),
             state,

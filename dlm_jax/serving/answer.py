@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlm_jax.data import Tokenizer, bytes_of
-from dlm_jax.inference.candidates import Written
+from dlm_jax.inference.host import Written
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import NewText, TextReader
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
-from dlm_jax.inference.token_logprobs import TokenLogprobs
+from dlm_jax.inference.scoring import TokenLogprobs
 from dlm_jax.serving.tools import Calls
 
 _LEAST = -9999.0

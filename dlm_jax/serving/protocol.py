@@ -19,7 +19,7 @@ from pydantic import Field
 
 from dlm_jax.config import layered
 from dlm_jax.hf.chat import RESERVED
-from dlm_jax.inference import token_logprobs
+from dlm_jax.inference import scoring
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import stops_of
 from dlm_jax.inference.request import (
@@ -222,7 +222,7 @@ class Completion(SamplingFields):
       draft: text to refine after the prompt.
       echo: whether the answer begins with the prompt.
       logprobs: number of alternatives to return per token; 0 returns only the token itself. With
-        `echo`, the tokens of the prompt have the values of `token_logprobs.token_logprobs`.
+        `echo`, the tokens of the prompt have the values of `scoring.token_logprobs`.
     """
 
     route = "/v1/completions"
@@ -526,12 +526,12 @@ class Planner:
     def score_prompts(self, answer: Answer, goes_on: Callable[[], bool]) -> None:
         """Sets the log-probabilities of the prompts of an answer that echoes them.
 
-        `goes_on` is as in `token_logprobs.token_logprobs`.
+        `goes_on` is as in `scoring.token_logprobs`.
         """
         count = answer.asked.n or 1
         texts = [answer.prompt(index) for index in range(0, len(answer.requests), count)]
         try:
-            found = token_logprobs.token_logprobs(
+            found = scoring.token_logprobs(
                 self.model,
                 [ids for ids in texts if ids.size],
                 num_top=max(1, answer.asked.rivals or 0),

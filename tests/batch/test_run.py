@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toy
 import toy_model
 
 import dlm_jax
@@ -22,9 +21,7 @@ from dlm_jax.data.tokenizers import CharacterTokenizer
 from dlm_jax.distributed.partitions import digest_of
 from dlm_jax.inference import request as requesting
 from dlm_jax.inference.request import only_chains_in_use
-from dlm_jax.inference.results import canvas_size
 from dlm_jax.inference.slots import Slots
-from dlm_jax.model.transformer import build
 from dlm_jax.sampling.rules import BUILT_IN, with_rules
 from dlm_jax.settings import static
 
@@ -193,7 +190,6 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         {"id": "w", "max_length": 10_000_000},
         {"id": "x", "top_p": 10**400},
         {"id": "y", "cache_margin": 1},
-        {"id": "z", "template": "A <hole:2> <hole 3>"},
         {"id": "q", "top_k": 5, "chain": ["temperature"]},
         {"id": "r", "logit_bias": {"999": 1.0}, "chain": ["bias"]},
         {"id": "1", "logit_bias": {"1": 10**400}},
@@ -205,7 +201,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
     assert rows[1]["status"] == "done"
     errors = [row["error"] for row in rows if "error" in row]
     assert len(errors) == len(requests) - 1
-    for number, error in zip([1, *range(3, 30)], errors, strict=True):
+    for number, error in zip([1, *range(3, 29)], errors, strict=True):
         assert f"line {number}" in error
         assert "\n" not in error
     told = " | ".join(errors)
@@ -217,8 +213,8 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
                  "temperature='hot' is not a number", "stop_at_eos=1 is not a bool",
                  "temperature='0.7' is not a number",
                  "dynatemp_range='0.5' is not", "steps=3000000000 is outside [1, 2147483647]",
-                 "exceeds the canvas",
-                 "max_length=10000000", "top_p=1000", "use cache_refresh", "is not a gap",
+                 "is a gap of 99999999999999",
+                 "max_length=10000000", "top_p=1000", "use cache_refresh",
                  "top_k=5 requires 'top_k'", "logit_bias has id 999"):  # fmt: skip
         assert part in told, part
 
@@ -301,27 +297,6 @@ def test_a_long_file_runs_in_programs_of_one_size_and_is_read_as_rows_start(tmp_
     assert set(reports[0].programs) == {"rows=4 canvas=64"}
 
 
-@pytest.mark.slow
-def test_settings_that_json_has_no_type_for_arrive(tmp_path):
-    token = MODEL.tokenizer.piece_id("c")
-    requests = [
-        {"gen_length": 5, "logit_bias": {str(token): 1000.0}, "chain": ["bias", "temperature"]},
-        {"gen_length": 5, "logit_bias": [[token, 1000.0]], "chain": ["bias", "temperature"]},
-    ]
-    assert [row["text"] for row in _run(tmp_path, requests)] == ["ccccc", "ccccc"]
-
-
-def test_canvases_are_powers_of_two():
-    assert [canvas_size(n, is_shared=True) for n in (1, 64, 65, 128, 129, 1000)] == [
-        64,
-        64,
-        128,
-        128,
-        256,
-        1024,
-    ]
-
-
 def test_models_are_told_apart():
     """By every number of every parameter, by the tokenizer, and by what a call would not say."""
     known = describe_model(MODEL)
@@ -387,95 +362,6 @@ def test_own_rules_are_told_apart_by_their_source(tmp_path, monkeypatch):
     assert describe_settings({"rules": [space["Left"]]}) == {"rules": ["typed.Left without source"]}
 
 
-@pytest.mark.slow
-def test_what_was_counted_is_told_where_it_is_not_nothing(tmp_path):
-    network = build(toy.config(vocab_size=toy_model.TOKENIZER.vocab_size, add_sampler_head=True))
-    model = dataclasses.replace(MODEL, network=network, params=toy.random_params(network))
-    edits = {"edit": True, "resample": True, "schedule": "all", "order": "random",
-             "insert_ratio_start": 0.5, "delete_ratio_start": 0.0, "delete_ratio_end": 0.0,
-             "steps": 4}  # fmt: skip
-    requests = [
-        {"prompt": "A ", "gen_length": 5, "steps": 5, "fill": "parallel"},
-        {"gen_length": 8, "fill": "wavefront", "order": "random", "schedule": "all", "steps": 1},
-        {"prompt": "A ", "draft": "cat sat", "max_length": 30} | edits,
-        {"prompt": "A ", "draft": "cat sat", "max_length": 10} | edits,
-    ]
-    plain, waves, edited, full = _run(tmp_path, requests, model=model)
-    always = {"id", "text", "tokens", "length", "steps", "status", "forwards", "filled", "waves",
-              "seconds", "crc"}  # fmt: skip
-    assert set(plain) == always
-    assert (plain["forwards"], plain["filled"]) == (5, 5)
-    assert set(waves) == {*always, "bootstrapped"}
-    assert plain["waves"] == 0
-    assert (waves["bootstrapped"], waves["filled"]) == (1, 8)
-    assert waves["waves"] >= 4
-    assert set(edited) == {*always, "insertions", "deletions", "lost"}
-    assert (edited["deletions"], edited["lost"]) == (0, 0)
-    assert edited["length"] == len("A cat sat") + edited["insertions"]
-    assert full["lost"] > 0 and full["status"] == "canvas_full"
-
-
-# Host samplers, read-back and samples
-
-SAMPLERS = {
-    "own:last": lambda candidates: candidates.ids[-1],
-    "own:drawn": lambda candidates: candidates.choose(candidates.ids % 2 == 0),
-    "own:by_row": lambda candidates: candidates.ids[candidates.row % candidates.ids.size],
-}
-
-
-def _third_fails(candidates):
-    if candidates.step == 2:
-        raise RuntimeError("out of\nideas")
-    return candidates.ids[0]
-
-
-def _sampler(name):
-    if name not in SAMPLERS:
-        raise ValueError(f"{name} is not allowed")
-    return SAMPLERS[name]
-
-
-HOSTED = [
-    {"id": "plain", "prompt": "A ", "gen_length": 4, "steps": 4},
-    {"id": "last", "prompt": "A ", "gen_length": 4, "steps": 4, "host_sampler": "own:last"},
-    {"id": "drawn", "gen_length": 5, "steps": 5, "host_sampler": "own:drawn", "n": 3},
-    {"id": "seen", "prompt": "A ", "gen_length": 4, "steps": 4, "seed": 5, "read_back": 2},
-    {"id": "both", "gen_length": 3, "steps": 3, "host_sampler": "own:by_row", "read_back": True},
-    {"id": "two", "prompt": "The ", "gen_length": 4, "steps": 2, "n": 2},
-]
-
-
-@pytest.fixture(scope="module")
-def hosted(tmp_path_factory):
-    path = tmp_path_factory.mktemp("hosted")
-    return _run(path, HOSTED, host_samplers=_sampler)
-
-
-@pytest.mark.slow
-def test_rows_with_a_host_sampler_are_in_a_file_what_they_are_alone(hosted):
-    firsts = [0, 1, 2, 5, 6, 7]
-    kept = [[row for row in hosted if row["id"] == request["id"]] for request in HOSTED]
-    assert [len(rows) for rows in kept] == [1, 1, 3, 1, 1, 2]
-    for first, request, rows in zip(firsts, HOSTED, kept, strict=True):
-        own = {k: v for k, v in request.items() if k not in ("id", "n")}
-        name = own.get("host_sampler")
-        own |= {"host_sampler": SAMPLERS.get(name), "read_back": "read_back" in own}
-        if name != "own:by_row":  # which goes by the place in the file
-            alone = dlm_jax.generate(MODEL, [own], num_samples=len(rows), seed=5 + first)
-            assert alone.texts == tuple(row["text"] for row in rows)
-    plain, seen = kept[0][0], kept[3][0]
-    assert plain["text"] == seen["text"], "reading back changes nothing"
-
-
-def test_each_sample_of_a_line_is_identified_and_has_a_seed_of_its_own(hosted):
-    assert [(row["id"], row.get("sample")) for row in hosted] == [
-        ("plain", None), ("last", None), ("drawn", 0), ("drawn", 1), ("drawn", 2),
-        ("seen", None), ("both", None), ("two", 0), ("two", 1),
-    ]  # fmt: skip
-    assert len({row["text"] for row in hosted if row["id"] == "drawn"}) == 3
-
-
 def test_samples_of_a_file_are_those_of_generate(tmp_path):
     requests = [{"prompt": text, "gen_length": 4, "steps": 4} for text in ("A ", "The ")]
     rows = _run(tmp_path, requests, num_samples=3)
@@ -484,99 +370,6 @@ def test_samples_of_a_file_are_those_of_generate(tmp_path):
     ]
     made = dlm_jax.generate(MODEL, requests, num_samples=3, seed=5)
     assert made.texts == tuple(row["text"] for row in rows)
-
-
-def test_results_carry_what_was_read_back(hosted):
-    seen = next(row for row in hosted if row["id"] == "seen")
-    request = {k: v for k, v in HOSTED[3].items() if k != "id"} | {"read_back": True}
-    (records,) = dlm_jax.generate(MODEL, [request]).read_back
-    assert [told["token"] for told in seen["read_back"]] == seen["tokens"][2:]
-    for told, record in zip(seen["read_back"], records, strict=True):
-        assert list(told) == [
-            "step", "index", "place", "token", "probability", "num_survivors", "ids", "logits",
-        ]  # fmt: skip
-        assert told["ids"] == record.candidates.ids[:2].tolist()
-        # In a program of another size, hence to the rounding of sums.
-        np.testing.assert_allclose(told["logits"], record.candidates.logits[:2], rtol=1e-5)
-        assert told["probability"] == pytest.approx(record.probability, rel=1e-5)
-        assert (told["step"], told["index"]) == (record.candidates.step, record.candidates.index)
-    both = next(row for row in hosted if row["id"] == "both")
-    shown = both["read_back"][0]
-    assert len(shown["ids"]) == shown["num_survivors"] > 2
-    assert not any("read_back" in row for row in hosted if row["id"] not in ("seen", "both"))
-
-
-@pytest.mark.parametrize("stop_after", [1, 5])
-def test_a_stopped_file_with_host_samplers_goes_on_as_if_it_had_not_been(
-    tmp_path, hosted, stop_after
-):
-    assert len(_run(tmp_path, HOSTED, stop_after=stop_after, host_samplers=_sampler)) == stop_after
-    assert _untimed(_run(tmp_path, HOSTED, host_samplers=_sampler)) == _untimed(hosted)
-
-
-def test_defaults_of_a_file_hold_for_lines_that_do_not_name_them(tmp_path, hosted):
-    common = {"gen_length": 4, "steps": 4, "host_sampler": "own:last", "read_back": 1}
-    requests = [
-        {"prompt": "A "},
-        {"prompt": "A ", "host_sampler": None, "read_back": False, "seed": 5},
-    ]
-    last, plain = _run(tmp_path, requests, settings=common, host_samplers=_sampler)
-    by_id = {row["id"]: row for row in hosted}
-    assert last["text"] == by_id["last"]["text"] and len(last["read_back"][0]["ids"]) == 1
-    assert plain["text"] == by_id["plain"]["text"] and "read_back" not in plain
-
-
-def test_a_host_sampler_that_fails_or_is_refused_costs_its_own_row_alone(
-    tmp_path, hosted, monkeypatch
-):
-    monkeypatch.setitem(SAMPLERS, "own:fails", _third_fails)
-    requests = [
-        HOSTED[0],
-        HOSTED[1] | {"host_sampler": "own:fails", "n": 2},
-        {"id": "strange", "host_sampler": "os:system", "n": 2},
-        {"id": "number", "host_sampler": 5},
-        {"id": "many", "read_back": 65},
-        {"id": "text", "read_back": "all"},
-        {"id": "list", "read_back": [2]},
-        {"id": "none", "n": 0},
-    ]
-    rows = _run(tmp_path, requests, host_samplers=_sampler)
-    assert rows[0]["text"] == hosted[0]["text"]
-    for sample, row in enumerate(rows[1:3]):
-        assert (row["id"], row["sample"], row["status"]) == ("last", sample, "failed")
-        assert row["error"] == (
-            f"line 2: row {1 + sample}: the host sampler failed at position 4: "
-            "RuntimeError: out of ideas"
-        )
-    assert [(row["id"], row.get("sample")) for row in rows[3:]] == [
-        ("strange", 0), ("strange", 1), ("number", None), ("many", None), ("text", None),
-        ("list", None), ("none", None),
-    ]  # fmt: skip
-    errors = [row["error"] for row in rows[3:]]
-    for error, said in zip(errors, [
-        "line 3: os:system is not allowed", "line 3: os:system is not allowed",
-        "line 4: host_sampler=5 is not allowed", "line 5: read_back=65 is not an integer in [1",
-        "line 6: read_back='all' is not an integer", "line 7: read_back=[2] is not an integer",
-        "line 8: n=0 must be an integer from 1 to 1048576",
-    ], strict=True):  # fmt: skip
-        assert said in error
-    (tmp_path / "none").mkdir()
-    (none,) = _run(tmp_path / "none", [HOSTED[1]])
-    assert "host_sampler='own:last' is not allowed" in none["error"]
-
-
-def test_rows_that_are_read_back_resolve_their_settings_once(tmp_path, monkeypatch):
-    resolved = []
-    resolve = requesting.resolve
-    monkeypatch.setattr(
-        requesting, "resolve",
-        lambda *args, **options: resolved.append(args) or resolve(*args, **options),
-    )  # fmt: skip
-    requests = [{"prompt": "A ", "read_back": n % 2} for n in range(40)]
-    path = _write(tmp_path / "in.jsonl", requests)
-    asked = _requests(path)
-    assert [one.needs_host for one in asked[:3]] == [False, True, False]
-    assert len(asked) == 40 and len(resolved) == 2
 
 
 def test_the_engine_names_the_program_that_is_compiled_and_only_while_it_is(tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ def test_float16_is_refused_with_the_reason():
     told = "model.compute_dtype='float16' is not one of .*; use 'bfloat16'; the range of float16 is"
     with pytest.raises(ValueError, match=told):
         configs.load(None, {"model.compute_dtype": "float16"})
-    with pytest.raises(ValueError, match="dtype='float16' is not one of .*; its range is too"):
+    with pytest.raises(ValueError, match="dtype='float16' is not one of .*"):
         load(dtype="float16")
 
 

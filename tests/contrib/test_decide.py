@@ -12,7 +12,7 @@ from oracles.likelihood import order_log_probs
 
 import dlm_jax
 from dlm_jax.contrib import decide
-from dlm_jax.inference import token_logprobs
+from dlm_jax.inference import scoring
 
 MODEL = toy_model.MODEL
 TOKENIZER = MODEL.tokenizer
@@ -106,12 +106,12 @@ def test_a_prompt_alone_is_the_same_bit_for_bit_as_in_a_batch_and_labels_may_be_
 def test_labels_of_one_token_take_one_forward_and_beginnings_are_shared(monkeypatch):
     seen = []
 
-    def counted(self, *args, **options):
-        seen.append(len(self._rows))
-        return run(self, *args, **options)
+    def counted(model, reads, *args, **options):
+        seen.append(len({shown.tobytes() for shown, _, _ in reads}))
+        return run(model, reads, *args, **options)
 
-    run = token_logprobs._Canvases.run
-    monkeypatch.setattr(token_logprobs._Canvases, "run", counted)
+    run = scoring._read_logprobs
+    monkeypatch.setattr(scoring, "_read_logprobs", counted)
     decide.decide(MODEL, PROMPTS, ["s", "r", "a"], batch_size=8)
     decide.decide(MODEL, "A ", ["sa", "st", "ra"], batch_size=8)
     assert seen == [3, 1 + 2]

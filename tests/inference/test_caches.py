@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 import toy
 import toy_model
-from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
 from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
-from dlm_jax.inference.generate import texts_of
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 
@@ -98,20 +96,6 @@ def test_a_shifted_model_that_is_always_fresh_writes_what_it_writes_without_a_ca
 
 
 @pytest.mark.slow
-def test_a_causal_model_reads_back_streams_and_is_hosted_beside_its_cache():
-    plain = dlm_jax.generate(CAUSAL, PROMPTS, **NEXT)
-    cached = dlm_jax.generate(CAUSAL, PROMPTS, cache="exact", batch_size=2, **NEXT)
-    _same(cached, plain)
-    read = dlm_jax.generate(CAUSAL, PROMPTS, cache="exact", read_back=True, **NEXT)
-    assert read.texts == plain.texts
-    written = (plain.committed >= 0).sum(axis=1)
-    assert [len(row) for row in read.read_back] == list(written)
-    shown = list(dlm_jax.stream(CAUSAL, PROMPTS, cache="exact", every=5, **NEXT))
-    last = {index: row for rows in shown for index, row in rows.items()}
-    assert texts_of(CAUSAL, last).texts == plain.texts
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [1, 4])
 @pytest.mark.parametrize("cache", ["exact", "dual"])
 def test_several_devices_keep_their_own_rows(cache, fsdp):
@@ -123,39 +107,6 @@ def test_several_devices_keep_their_own_rows(cache, fsdp):
     spread = jax.device_put(model.params, shardings(model.params, axes_of(model.network), mesh))
     there = dlm_jax.generate(dataclasses.replace(model, params=spread), PROMPTS[:2], **settings)
     _same(there, here)
-
-
-@pytest.mark.slow
-def test_host_samplers_on_several_devices_read_the_rows_of_one():
-    """Rows are due for whole forwards at different steps."""
-    prompts = ["The cat sat"[:length] for length in (1, 2, 3, 4, 5, 6, 7, 3)]
-    settings = {"order": "low_confidence", "cache": "dual", "block_length": 4, "batch_size": 8}
-    model, settings["host_sampler"] = _model(), lambda candidates: int(candidates.ids[0])
-    here = dlm_jax.generate(model, prompts, **settings)
-    mesh = make_mesh(MeshConfig(fsdp=4), jax.devices()[:4])
-    spread = jax.device_put(model.params, NamedSharding(mesh, PartitionSpec()))
-    there = dlm_jax.generate(dataclasses.replace(model, params=spread), prompts, **settings)
-    _same(there, here)
-
-
-@pytest.mark.slow
-def test_an_exact_cache_writes_ten_thousand_greedy_tokens_as_without():
-    rng = np.random.default_rng(0)
-    text = [i for i in range(TOKENIZER.vocab_size) if i not in BLOCKS.banned_ids + BLOCKS.eos_ids]
-    prompts = [{"tokens": rng.choice(text, rng.integers(1, 9))} for _ in range(450)]
-    settings = {"temperature": 0.0, "gen_length": 23, "steps": 23, "ignore_eos": True}
-    for model, more in ((BLOCKS, {"order": "low_confidence"}), (CAUSAL, NEXT)):
-        ours = dlm_jax.generate(model, prompts, cache="exact", **settings, **more)
-        theirs = dlm_jax.generate(model, prompts, **settings, **more)
-        assert (ours.lengths - [len(p["tokens"]) for p in prompts]).sum() > 10_000
-        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-        # Two tokens whose confidences differ by less than the tolerance may be committed in the
-        # other order, and be as likely as they are then.
-        alike = (ours.committed == theirs.committed).all(axis=1)
-        assert alike.mean() > 0.99
-        np.testing.assert_allclose(
-            ours.logprobs[alike], theirs.logprobs[alike], rtol=1e-4, atol=1e-5
-        )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import candidate_cases
 import numpy as np
 import pytest
 
-from dlm_jax.inference.candidates import chosen
+from dlm_jax.inference.host import chosen
 
 PROBABILITIES = (0.4, 0.3, 0.2, 0.1)
 

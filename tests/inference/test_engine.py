@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dlm_jax
-from dlm_jax.inference.engine import Engine, EngineFullError
+from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.request import make_requests
-from dlm_jax.inference.slots import Slots
 from dlm_jax.types import Status
 
 COUNT = 40
-SUBMIT = st.tuples(st.just("submit"), st.integers(0, COUNT - 1), st.integers(-1, 1))
-CANCEL = st.tuples(st.just("cancel"), st.integers(0, 9), st.just(0))
-STEP = st.tuples(st.just("step"), st.integers(0, 9), st.just(0))
+SUBMIT = st.tuples(st.just("submit"), st.integers(0, COUNT - 1))
+CANCEL = st.tuples(st.just("cancel"), st.integers(0, 9))
+STEP = st.tuples(st.just("step"), st.integers(0, 9))
 SCHEDULES = st.lists(st.one_of(SUBMIT, SUBMIT, CANCEL, STEP), max_size=30)
 
 
@@ -57,12 +56,12 @@ def test_any_schedule_does_what_a_plain_model_of_the_engine_does(schedule):
             assert report.waiting == sum(map(len, plain.waiting.values()))
             assert report.running == sum(map(len, plain.running.values()))
 
-        for what, value, priority in schedule:
+        for what, value in schedule:
             if what == "submit":
                 wants = request(value).sample.steps
-                number = plain.submit(wants, value % 2, priority)
+                number = plain.submit(wants, value % 2)
                 numbers[number] = value
-                assert engine.submit(request(value), priority=priority) == number
+                assert engine.submit(request(value)) == number
             elif what == "step":
                 step(value)
             elif plain.live():
@@ -72,26 +71,6 @@ def test_any_schedule_does_what_a_plain_model_of_the_engine_does(schedule):
         while engine.is_busy:
             step(8)
         assert not plain.order
-
-
-def test_kinds_take_turns_and_none_starves():
-    with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        for _ in range(20):
-            engine.submit(request(10))
-        late = engine.submit(request(1))
-        for _ in range(4):
-            if late in {row.number for row in engine.step(8)}:
-                break
-        else:
-            pytest.fail("the only one of its kind waits for twenty others")
-        assert engine.num_waiting > 0
-
-
-def test_a_higher_priority_goes_first_among_those_that_wait():
-    with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        numbers = [engine.submit(request(4), priority=p) for p in (0, 0, 0, 0, 5, 1)]
-        order = [row.number for row in engine.run()]
-    assert set(order[:2]) == {numbers[4], numbers[5]}
 
 
 def test_sizes_follow_the_number_of_requests_and_rows_move_along():
@@ -152,17 +131,6 @@ def test_a_watched_row_is_shown_before_its_first_step_and_after_every_turn():
     assert {row.number for row in shown} == {number}
     assert [row.steps for row in shown] == list(range(request(6).sample.steps))
     assert same_row(ended[number], alone(6)) and same_row(ended[other], alone(4))
-
-
-def test_time_in_the_line_and_in_a_slot_is_told():
-    with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        for _ in range(5):
-            engine.submit(request(4))
-        rows = _all(engine)
-    assert all(row.seconds > 0 for row in rows.values())
-    assert rows[4].waited > rows[0].waited + rows[0].seconds * 0.5
-    texts = dlm_jax.generate(MODEL, ["A "], gen_length=2, steps=2)
-    assert texts.seconds.shape == (1,) and texts.seconds[0] > 0
 
 
 # Only its own row ends
@@ -262,55 +230,12 @@ def test_a_program_that_fails_takes_the_rows_that_it_ran_and_no_others():
     with Engine(model, sizes=(SLOTS,)) as engine:
         for number in range(5):
             engine.submit(request(number))
-        engine.submit(request(7), priority=-1)
+        engine.submit(request(7))
         engine.cancel(5)
         rows = _all(engine)
     assert [rows[n].status for n in range(6)] == [Status.FAILED] * 5 + [Status.CANCELLED]
     assert [rows[n].is_lost for n in range(6)] == [True] * 5 + [False]
     assert "cannot be compiled" in str(rows[0].error)
-
-
-def test_rows_that_ended_come_out_though_those_behind_them_cannot_begin(monkeypatch):
-    put, calls = Slots.put, []
-
-    def second_fails(slots, changes):
-        calls.append(changes)
-        if len(calls) == 2:
-            raise RuntimeError("no room for more")
-        put(slots, changes)
-
-    asked = [{"gen_length": 6, "steps": (2, 6)[number % 2]} for number in range(2 * SLOTS)]
-    requests = [make_requests(MODEL, "A ", settings)[0] for settings in asked]
-    with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        for one in requests:
-            engine.submit(one)
-        monkeypatch.setattr(Slots, "put", second_fails)
-        rows = {}
-        for _ in range(100):
-            rows |= {row.number: row for row in engine.step(1)}
-    assert sorted(rows) == list(range(2 * SLOTS)), "every ticket comes out"
-    ended = [number for number in range(SLOTS) if asked[number]["steps"] == 2]
-    assert all(rows[number].status == Status.DONE for number in ended)
-    failed = [row for row in rows.values() if row.status == Status.FAILED]
-    assert len(failed) >= SLOTS - len(ended)
-    assert all("no room for more" in str(row.error) for row in failed)
-
-
-def test_a_request_that_is_called_off_comes_out_though_its_row_is_lost(monkeypatch):
-    def lost(slots, held):
-        raise RuntimeError("device lost")
-
-    with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        (long,) = make_requests(MODEL, "A ", {"gen_length": 6, "steps": 6})
-        number = engine.submit(long)
-        engine.step(1)
-        engine.cancel(number)
-        monkeypatch.setattr(Slots, "rows", lost)
-        (row,) = engine.step(1)
-        assert (
-            row.number == number and row.status == Status.FAILED and "device lost" in str(row.error)
-        )
-        assert not engine.is_busy
 
 
 # Bad input
@@ -328,9 +253,8 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_disturbs_nobody():
         )
         long = dataclasses.replace(request(6), tokens=np.full(70, MODEL.tokenizer.mask_id))
         for call, said in (
-            (lambda: engine.cancel(first), "request 1 is already cancelled"),
-            (lambda: engine.cancel(9), "request 9 was not submitted to this engine"),
-            (lambda: engine.cancel(-1), "request -1 was not submitted to this engine"),
+            (lambda: engine.cancel(first), "request 1 neither waits nor runs"),
+            (lambda: engine.cancel(9), "request 9 neither waits nor runs"),
             (lambda: engine.submit(few), "steps=2 is less than the 3 blocks"),
             (lambda: engine.submit(long), "fill 70 positions, but the longest canvas is 64"),
             (lambda: engine.step(-1), "num_steps=-1 must be at least 0"),
@@ -339,14 +263,10 @@ def test_what_cannot_be_done_is_refused_in_one_line_and_disturbs_nobody():
                 call()
         for _ in range(3):
             engine.submit(request(4))
-        with pytest.raises(EngineFullError, match="^max_waiting=3 requests are waiting; retry"):
-            engine.submit(request(4))
         rows = _all(engine)
         assert sorted(rows) == [0, 1, 2, 3, 4]
         assert same_row(rows[running], alone(6))
-        with pytest.raises(
-            ValueError, match="^request 0 has ended; only waiting or running requests"
-        ):
+        with pytest.raises(ValueError, match="^request 0 neither waits nor runs"):
             engine.cancel(running)
     for call in (lambda: engine.submit(request(4)), engine.step, lambda: engine.cancel(running)):
         with pytest.raises(ValueError, match="^the engine is closed; create a new one$"):
@@ -386,29 +306,3 @@ def test_requests_may_come_from_other_threads_while_rows_run():
             found |= {row.number: row for row in engine.step()}
     assert sorted(found) == list(range(30))
     assert all(same_row(row, alone(values[number])) for number, row in found.items())
-
-
-def test_requests_of_a_new_kind_may_come_while_the_queues_are_counted():
-    with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        engine.submit(request(0))
-        for _, number in zip(engine.queues, range(1, 3), strict=False):
-            engine.submit(request(number))
-        assert engine.num_waiting == 2
-
-
-def test_a_request_cancelled_while_it_enters_its_slot_disturbs_no_other(monkeypatch):
-    """A server cancels from another thread, at any moment of a call of `step`."""
-    put, left = Slots.put, []
-
-    def cancelled(slots, changes):
-        if left:
-            engine.cancel(left.pop())
-        return put(slots, changes)
-
-    with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        left.append(engine.submit(request(1)))
-        monkeypatch.setattr(Slots, "put", cancelled)
-        (row,) = engine.run(num_steps=1)
-        assert row.status is Status.CANCELLED
-        engine.submit(request(2))
-        assert same_row(_all(engine)[1], alone(2))

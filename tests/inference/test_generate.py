@@ -95,11 +95,6 @@ def test_gen_length_counts_new_tokens():
     assert everything.lengths.tolist() == [32]
 
 
-def test_max_length_widens_the_canvas():
-    result = dlm_jax.generate(MODEL, [PROMPT], gen_length=0, max_length=40, ignore_eos=True)
-    assert result.lengths.tolist() == [40]
-
-
 def test_given_settings_override_what_the_model_recommends():
     recommended = dlm_jax.generate(MODEL, [PROMPT])
     assert dlm_jax.generate(MODEL, [PROMPT], ignore_eos=True).steps.tolist() == [6]
@@ -128,12 +123,6 @@ def test_a_given_temperature_holds_at_all_steps_unless_its_end_is_given():
     call = {"temperature": 0.5, "temperature_end": 2.0}
     (made,) = make_requests(MODEL, {"prompt": PROMPT, "temperature": 0.0}, call)
     assert (made.sample.temperature, made.sample.temperature_end) == (0.0, -1.0)
-
-
-def test_greedy_texts_do_not_depend_on_the_seed_unless_the_order_does():
-    greedy = {"temperature": 0.0, "order": "low_confidence", "schedule": "cosine"}
-    ours, theirs = (dlm_jax.generate(MODEL, [PROMPT], seed=s, **greedy).texts for s in (1, 2))
-    assert ours == theirs
 
 
 def test_loaded_model_is_the_saved_one(run_dir):
@@ -212,12 +201,6 @@ def test_a_program_that_fails_ends_a_call_and_a_stream_alike(monkeypatch):
         list(dlm_jax.stream(SHORT, [PROMPT]))
 
 
-@pytest.mark.parametrize("every", [0, True, "block"])
-def test_a_stream_of_nothing_is_refused(every):
-    with pytest.raises(ValueError, match="must be an integer of at least 1"):
-        next(dlm_jax.stream(SHORT, [PROMPT], every=every))
-
-
 def test_a_row_does_not_stop_at_an_eos_that_given_text_follows():
     eos, mask = SHORT.tokenizer.eos_id, SHORT.tokenizer.mask_id
     template = {"template": "A <hole:4>t<hole:4>n", "block_length": 4, "stop_at_eos": True}
@@ -228,30 +211,10 @@ def test_a_row_does_not_stop_at_an_eos_that_given_text_follows():
     assert result.tokens[0, 7:11].tolist() == [eos] * 4
 
 
-def test_a_block_as_long_as_a_number_can_be_is_the_whole_row():
-    whole, long = (
-        dlm_jax.generate(SHORT, [PROMPT], block_length=length) for length in (0, 2**31 - 1)
-    )
-    assert whole.texts == long.texts
-
-
 @pytest.mark.parametrize("prompt", ["The ", {"prompt": "The "}])
 def test_a_prompt_that_is_not_in_a_list_is_one_prompt(prompt):
     one, listed = (dlm_jax.generate(SHORT, prompts) for prompts in (prompt, [prompt]))
     assert one.texts == listed.texts and len(one.texts) == 1
-
-
-def test_a_prompt_that_is_no_text_is_refused():
-    with pytest.raises(ValueError, match="neither a string nor"):
-        dlm_jax.generate(SHORT, [5])
-
-
-def test_eos_cuts_a_row_unless_given_text_follows_it():
-    eos = SHORT.tokenizer.eos_id
-    settings = {"chain": ("bias",), "logit_bias": {eos: 1000.0}, "temperature": 1.0}
-    free, held = dlm_jax.generate(SHORT, [PROMPT, {"template": "A <hole:3>t"}], **settings).texts
-    assert free == PROMPT
-    assert held == "A t"
 
 
 # Host samplers and read-back
@@ -278,31 +241,6 @@ def test_a_prompt_may_have_a_host_sampler_and_others_come_out_bit_for_bit_as_wit
         np.testing.assert_array_equal(row.tokens, mixed.tokens[number, : row.tokens.size])
 
 
-def test_a_host_sampler_sees_the_temperature_of_its_step():
-    seen = []
-
-    def likeliest(candidates):
-        seen.append(float(candidates.logits[0] - candidates.logits[1]))
-        return int(candidates.ids[0])
-
-    for last in (0.8, 0.4):
-        settings = {"temperature_end": last, "host_sampler": likeliest, "steps": 2}
-        dlm_jax.generate(SHORT, [PROMPT], gen_length=2, **settings)
-    assert seen[0] == seen[2]
-    assert seen[3] == pytest.approx(2 * seen[1], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_hosted_rows_that_wait_for_a_slot_come_out_the_same():
-    prompts = [{"prompt": PROMPT, "host_sampler": only_vowels, "read_back": True}] * 3
-    waiting = dlm_jax.generate(SHORT, prompts, seed=30, batch_size=2)
-    for place in range(3):
-        alone = dlm_jax.generate(SHORT, prompts[:1], seed=30 + place, batch_size=2)
-        assert alone.texts[0] == waiting.texts[place]
-        assert len(waiting.read_back[place]) == len(alone.read_back[0]) == 5
-        assert {record.candidates.row for record in waiting.read_back[place]} == {place}
-
-
 def test_read_back_tells_every_commit_of_the_prompts_that_ask_in_order():
     prompts = [PROMPT, {"prompt": "A ", "read_back": True}]
     result = dlm_jax.generate(SHORT, prompts, seed=30, max_candidates=3)
@@ -319,43 +257,12 @@ def test_read_back_tells_every_commit_of_the_prompts_that_ask_in_order():
         assert 0 < record.probability <= 1
 
 
-def test_a_host_sampler_for_all_can_be_taken_off_one_prompt():
-    prompts = [{"prompt": PROMPT}, {"prompt": "A ", "host_sampler": None}]
-    result = dlm_jax.generate(SHORT, prompts, seed=30, host_sampler=only_vowels)
-    assert re.fullmatch("The [ae]{5}", result.texts[0])
-    assert result.texts[1] == dlm_jax.generate(SHORT, ["A "], seed=31).texts[0]
-
-
 def test_a_hosted_row_depends_on_its_own_seed_alone():
     hosted = {"prompt": PROMPT, "host_sampler": only_vowels}
     together = dlm_jax.generate(SHORT, [hosted], num_samples=4, seed=30, batch_size=1)
     assert len(set(together.texts)) > 1
     for index, text in enumerate(together.texts):
         assert dlm_jax.generate(SHORT, [hosted], seed=30 + index).texts == (text,)
-
-
-def test_host_samplers_see_the_row_of_the_result_and_so_do_their_errors():
-    seen, begun = set(), []
-
-    class Note:
-        def __call__(self, candidates):
-            seen.add(candidates.row)
-            return candidates.ids[0]
-
-        def reset(self, row):
-            begun.append(row)
-
-    note = Note()
-    prompts = ["", {"host_sampler": note}, "", {"host_sampler": note}]
-    dlm_jax.generate(SHORT, prompts, batch_size=1)
-    assert seen == {1, 3} and begun == [1, 3]
-
-    def impossible(candidates):
-        return candidates.choose([False] * candidates.ids.size)
-
-    line = _refused(SHORT, ["", {"prompt": PROMPT, "host_sampler": impossible}])
-    assert line.startswith("row 1: none of the ")
-    assert "at position 4;" in line
 
 
 def test_report_says_where_each_part_of_a_chain_runs():
@@ -365,49 +272,28 @@ def test_report_says_where_each_part_of_a_chain_runs():
     assert report == [*parts, "choice among the remaining candidates: host (only_vowels)"]
 
 
-@pytest.mark.slow
-def test_a_hosted_row_on_eight_devices_is_the_same():
-    everywhere = NamedSharding(make_mesh(MeshConfig(fsdp=2)), PartitionSpec())
-    spread = dataclasses.replace(SHORT, params=jax.device_put(SHORT.params, everywhere))
-    hosted = {"prompt": PROMPT, "host_sampler": only_vowels, "read_back": True}
-    ours, theirs = (dlm_jax.generate(model, [hosted], seed=33) for model in (spread, SHORT))
-    assert ours.texts == theirs.texts
-    assert len(ours.read_back[0]) == len(theirs.read_back[0]) == 5
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"host_sampler": "digits"}, "host_sampler='digits' is not callable; pass a function"),
         ({"read_back": 3}, "read_back=3 is not a bool"),
         ({"max_candidates": 0}, "max_candidates=0 must be an integer of at least 1"),
-        ({"max_candidates": "3"}, "max_candidates='3' must be an integer of at least 1"),
         ({"prompts": ["", {"read_bak": True}]}, "prompt 1: read_bak=True is not a sampling"),
         ({"prompts": ["Zebra"]}, "'Z' (U+005A) at position 0"),
         ({"prompts": ["The " * 8]}, "prompt of 32 tokens leaves no space on the canvas of 32"),
         ({"prompts": []}, "nothing to generate"),
         ({"steps": 0}, "steps=0 is outside [1, "),
         ({"temperature": -0.5}, "temperature=-0.5 is outside [0, "),
-        ({"temperature": float("nan")}, "temperature=nan"),
         ({"num_samples": 0}, "num_samples=0 must be an integer of at least 1"),
         ({"seed": -1}, "seed=-1"),
-        ({"seed": 2**32}, "seed=4294967296"),
         ({"batch_size": 0}, "batch_size=0 must be an integer of at least 1"),
-        ({"gen_length": 33}, "use gen_length=32 or less"),
         ({"gen_length": 29, "prompts": [PROMPT]}, "use gen_length=28 or less"),
-        ({"gen_length": -1}, "gen_length=-1 is outside [0, "),
         ({"max_length": 0}, "max_length=0"),
-        ({"max_length": -3}, "max_length=-3"),
-        ({"order": "low_confidense"}, "'low_confidence'"),
-        ({"schedule": "cosin"}, "'cosine'"),
+        ({"prompts": [5]}, "neither a string nor"),
     ],
 )
 def test_bad_argument_is_refused_in_one_line(settings, said):
     assert said in _refused(MODEL, **settings)
-
-
-def test_refused_prompts_are_told_apart():
-    assert "prompt 1" in _refused(MODEL, ["The", "Zebra", "cat"])
 
 
 @pytest.mark.parametrize(
@@ -447,9 +333,9 @@ def test_only_the_transforms_in_use_are_compiled_and_the_tokens_stay_the_same(mo
     chains = []
 
     class Spy(Engine):
-        def _submit(self, request, *options, **more):
+        def submit(self, request, *options, **more):
             chains.append(request.sample.chain)
-            return super()._submit(request, *options, **more)
+            return super().submit(request, *options, **more)
 
     monkeypatch.setattr("dlm_jax.inference.generate.Engine", Spy)
     asked = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.3}
@@ -466,10 +352,3 @@ def test_only_the_transforms_in_use_are_compiled_and_the_tokens_stay_the_same(mo
         np.testing.assert_array_equal(row.tokens, ours.tokens[place, :n])
         np.testing.assert_array_equal(row.logprobs, ours.logprobs[place, :n])
         np.testing.assert_array_equal(row.committed, ours.committed[place, :n])
-
-
-def test_texts_tell_what_had_to_be_compiled():
-    model = dataclasses.replace(SHORT, max_length=70)
-    asked = {"gen_length": 66, "guidance": 1.0, "steps": 2}
-    assert dlm_jax.generate(model, [""], **asked).programs == ("rows=1 canvas=128",)
-    assert dlm_jax.generate(model, ["A "], **asked).programs == ()

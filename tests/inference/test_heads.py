@@ -94,14 +94,6 @@ def test_a_sampler_head_that_never_saw_revealed_neighbours_does_not_fill_by_defa
     assert _settled(blind, **asked)[0] == "parallel"
 
 
-def test_where_a_host_looks_the_fill_of_a_sampler_head_gives_way_with_a_warning():
-    with pytest.warns(UserWarning, match="^fill='parallel' replaces the default 'wavefront'"):
-        sample = settings_of_call(MODEL, {"host_sampler": lambda c: c.ids[0]})
-    assert (sample.fill, sample.order) == ("parallel", "random")
-    sample = settings_of_call(MODEL, {"read_back": True})
-    assert (sample.fill, sample.order) == ("wavefront", "random")
-
-
 def test_a_head_is_untrained_up_to_the_step_at_which_its_training_begins():
     added = {"model.add_sampler_head": "true", "model.add_critic_head": "true"}
     heads = {"heads.start_sampler_iteration": "3", "heads.start_critic_iteration": "5"}
@@ -109,16 +101,6 @@ def test_a_head_is_untrained_up_to_the_step_at_which_its_training_begins():
     found = [untrained_heads(config, step) for step in (0, 3, 4, 5, 6, None)]
     assert found == [("sampler", "critic")] * 2 + [("critic",)] * 2 + [(), ()]
     assert untrained_heads(configs.override(Config(), heads), 0) == ()
-
-
-@pytest.mark.slow
-def test_an_empty_canvas_is_bootstrapped_by_the_share_that_was_asked_for():
-    made = dlm_jax.generate(
-        MODEL, [{"sampler_min_neighbors_ratio": x, "prompt": ""} for x in (0.01, 0.25, 1.0)],
-        fill="wavefront", schedule="all", steps=1,
-    )  # fmt: skip
-    assert made.counters.bootstrapped.tolist() == [1, 8, 32]
-    assert made.counters.waves[2] == 0
 
 
 @pytest.mark.slow

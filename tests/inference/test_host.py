@@ -1,18 +1,15 @@
 """Host samplers and read-back: single rows leave the device, the others do not notice."""
 
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-import toy_model
 from canvases import make_advance
 
 from dlm_jax.config import SamplingParams
-from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.sampling.commit import LeftToRight
 from dlm_jax.sampling.loop import start
@@ -113,14 +110,6 @@ def test_a_host_sampler_sees_only_survivors_of_the_device_chain_most_likely_firs
     assert written.tolist() == [c.ids[0] for c in seen]
 
 
-def test_more_survivors_than_are_copied_are_counted():
-    _, records = _run({}, read_back=[0])
-    assert {len(record.candidates.ids) for record in records} == {MAX_CANDIDATES}
-    assert {record.candidates.num_survivors for record in records} == {
-        toy.VOCAB_SIZE - len(toy.BANNED)
-    }
-
-
 def test_read_back_tells_every_commit_of_the_rows_asked_for_and_changes_nothing():
     state, records = _run({}, read_back=[0, 2])
     tokens = np.asarray(state.canvas.tokens_BL)
@@ -186,56 +175,6 @@ def test_candidates_carry_a_number_of_their_own_and_say_what_was_given():
         assert len(record.candidates.tokens) == LENGTH
 
 
-class Following:
-    """Takes the likeliest candidate, and notes what it is called with."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, candidates):
-        self.calls.append(("choose", candidates.row))
-        return candidates.ids[0]
-
-    def accept(self, written):
-        self.calls.append(("accept", written.candidates.row, written.place, written.token))
-
-    def reset(self, row):
-        self.calls.append(("reset", row))
-
-
-def test_a_sampler_accepts_every_token_of_its_rows_after_one_reset_of_each():
-    sampler = Following()
-    state, records = _run({0: sampler, 2: sampler}, read_back=[1])
-    assert sampler.calls[:2] == [("reset", 0), ("reset", 2)]
-    assert sum(call[0] == "reset" for call in sampler.calls) == 2
-    assert {record.candidates.row for record in records} == {1}
-    tokens = np.asarray(state.canvas.tokens_BL)
-    for row in (0, 2):
-        accepted = [call[2:] for call in sampler.calls if call[:2] == ("accept", row)]
-        assert accepted == [(index, tokens[row, index]) for index in range(1, LENGTH)]
-
-
-@pytest.mark.parametrize("hook", ["accept", "reset"])
-def test_a_hook_that_raises_fails_its_row_alone(hook):
-    def fails(_):
-        raise KeyError("lost")
-
-    sampler, failed = Following(), {}
-    setattr(sampler, hook, fails)
-    said = rf"^row 1: `{hook}` of the host sampler failed: KeyError: 'lost'$"
-    with pytest.raises(ValueError, match=said):
-        _step(_state(), {1: sampler})
-    state = _state()
-    while np.any(np.asarray(state.status_B) == Status.RUNNING):
-        state, _ = LOOP.step(
-            toy.params(), state, {1: sampler}, max_candidates=MAX_CANDIDATES, failed=failed
-        )
-    assert re.match(said, str(failed[1]))
-    assert (np.asarray(state.committed_BL)[1] >= 0).sum() == (hook == "accept")
-    tokens, alone = np.asarray(state.canvas.tokens_BL), np.asarray(_alone().canvas.tokens_BL)
-    np.testing.assert_array_equal(tokens[[0, 2]], alone[[0, 2]])
-
-
 def test_the_host_and_its_errors_call_rows_by_the_names_they_are_given():
     names = [7, 8, 9]
     state, records = LOOP.step(
@@ -268,22 +207,3 @@ def test_mirostat_learns_how_likely_the_hosts_choice_was():
     (candidates,) = seen
     surprise = -float(candidates.logprobs[-1]) / math.log(2)
     assert float(state.chain_state[-1][1]) == pytest.approx(4.0 - 0.5 * (surprise - 2.0), abs=1e-5)
-
-
-def test_choosing_something_else_than_a_candidate_is_refused_by_row_and_position():
-    with pytest.raises(ValueError, match=r"^row 1: the host sampler chose 8 at position 1, which"):
-        _step(_state(), {1: lambda candidates: toy.MASK})
-
-
-def test_report_names_each_part_and_where_it_runs():
-    def my_sampler(candidates):
-        return candidates.ids[0]
-
-    chain = ("temperature", "top_k", "mirostat")
-    model = toy_model.MODEL
-    report = chain_report(model, host_sampler=my_sampler, chain=chain, mirostat=2).splitlines()
-    assert report == [
-        "bans: device", *(f"{name}: device" for name in chain),
-        "choice among the remaining candidates: host (my_sampler)",
-    ]  # fmt: skip
-    assert chain_report(model).splitlines()[-1] == "draw: device"

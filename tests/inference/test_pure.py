@@ -212,13 +212,13 @@ def test_settings_are_refused_at_the_door(settings, message):
 
 def test_rows_are_refused_at_the_door():
     tokens, two = jnp.full((2, 3), enumerable.MASK), jnp.array([3, 3])
-    with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(3,\) and \(2,\)"):
+    with pytest.raises(ValueError, match=r"shapes \(2, 3\) and \[\(3,\), \(2,\), \(2, 3\)\]"):
         tiny().init(tokens, jnp.ones(3), two)
-    with pytest.raises(SettingError, match="^tokens=-1 of row 0 is outside the vocabulary"):
+    with pytest.raises(ValueError, match="^row 0 of length 3 needs 1 to 3 tokens with ids 0 to"):
         tiny().init(tokens.at[0, 1].set(-1), two, two)
-    with pytest.raises(ValueError, match=r"is_draft has shape \(3,\); expected \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"is_draft have shapes \(2, 3\)"):
         tiny().init(tokens, two, two, jnp.zeros(3, bool))
-    with pytest.raises(ValueError, match="row 1 has length 4"):
+    with pytest.raises(ValueError, match="row 1 of length 4"):
         tiny().init(tokens, jnp.array([3, 4]), two)
     with pytest.raises(SettingError, match="^trace=False records no draws"):
         tiny(False).trace(begun(SEEDS, False))

@@ -1,11 +1,12 @@
 """Rows cut at their end, and rows side by side."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dlm_jax.inference.results import Row, assemble, canvas_size
+from dlm_jax.inference.results import Row, canvas_size, texts_of
 from dlm_jax.sampling.row import Counters
 from dlm_jax.types import Status
 
@@ -53,7 +54,8 @@ def test_a_row_ends_with_the_first_of_the_ends_that_it_wrote(tokens, frozen, eos
 
 def test_rows_stand_side_by_side_padded_to_a_canvas_that_holds_the_longest():
     rows = [_row([1, 2, 3], [0]), _row(list(range(1, 8)) * 10, status=Status.STEP_LIMIT)]
-    whole = assemble(rows, pad_id=PAD)
+    model = SimpleNamespace(tokenizer=SimpleNamespace(pad_id=PAD, decode=str))
+    whole = texts_of(model, dict(enumerate(rows)))
     assert whole.tokens.shape == whole.logprobs.shape == whole.committed.shape == (2, 128)
     assert whole.lengths.tolist() == [3, 70]
     assert whole.steps.tolist() == whole.forwards.tolist() == [3, 70]

@@ -1,8 +1,8 @@
 """Slots: requests of any number and length in, the same rows out."""
 
 import functools
-import gc
 from collections import deque
+from types import SimpleNamespace
 
 import canvases
 import jax
@@ -15,7 +15,7 @@ from canvases import Row, holes
 
 from dlm_jax.config import SamplingParams
 from dlm_jax.inference.request import Request
-from dlm_jax.inference.results import assemble
+from dlm_jax.inference.results import texts_of
 from dlm_jax.inference.slots import (
     Bucket,
     CompiledLoop,
@@ -24,7 +24,6 @@ from dlm_jax.inference.slots import (
     Weights,
     slot_count,
 )
-from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.types import Status
@@ -85,7 +84,8 @@ def _generate(rows, batch_size=64):
         for entry, row in zip(ended, slots.rows(ended), strict=True):
             found[entry.number] = row
             del running[entry.slot]
-    return assemble([found[index] for index in range(len(rows))], pad_id=toy.PAD)
+    tokenizer = SimpleNamespace(pad_id=toy.PAD, decode=str)
+    return texts_of(SimpleNamespace(tokenizer=tokenizer), found)
 
 
 def _assert_same(ours, theirs):
@@ -214,31 +214,6 @@ def test_a_slot_takes_other_requests_without_compiling_whatever_their_number():
     assert len(compiled) == 1
 
 
-@pytest.mark.slow
-def test_what_puts_and_moves_rows_goes_with_its_loop():
-    def number_held():
-        gc.collect()
-        held = jax.devices()[0].client.live_executables()
-        names = [module.name for one in held for module in one.hlo_modules()]
-        return sum(name in ("jit_begin", "jit_refill", "jit_move") for name in names)
-
-    before = number_held()
-    # No other test has slots of these numbers.
-    loop = CompiledLoop(Advance(canvases.program()))
-    slots = Slots(loop, _weights(), _bucket(ROWS), 3)
-    slots.put({0: _entry(0, ROWS[0])})
-    slots.put({1: _entry(1, ROWS[1])})
-    moved = slots.resized(loop, 5, (0, 1))
-    assert moved.num_slots == 5 and number_held() == before + 3
-    del loop, slots, moved
-    assert number_held() == before
-
-
 def test_slots_come_in_few_sizes():
     assert [slot_count(n, 64) for n in (1, 2, 3, 5, 64, 65, 1000)] == [1, 2, 4, 8, 64, 64, 64]
     assert [slot_count(n, 6) for n in (3, 5, 7)] == [4, 6, 6]
-
-
-def test_a_canvas_shorter_than_a_request_is_refused():
-    with pytest.raises(ValueError, match="canvas=2 is less than the 3 positions"):
-        Bucket([_request(Row(holes(2, 1)))], FACTS, 2)
