@@ -286,7 +286,6 @@ def test_edits_are_those_of_one_at_a_time():
     assert min(seen["trimmed"], seen["refused"], seen["both"]) > 100, seen
 
 
-@jax.jit
 def test_frozen_tokens_stay_in_order_and_what_is_before_the_first_unfrozen_stays_put():
     rng = np.random.default_rng(1)
     for _ in range(5):
