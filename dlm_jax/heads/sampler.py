@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.config import ModelConfig
+from dlm_jax.config import HeadsConfig, ModelConfig
 from dlm_jax.heads.head import BuiltInHead, Head
 from dlm_jax.objectives.losses import Loss, nll, read_out
 from dlm_jax.objectives.objective import Drawn
@@ -91,10 +92,16 @@ class SamplerHead(BuiltInHead):
         """The training of the sampler head, by the mean cross-entropy over supervised positions.
 
         Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees
-        and fills no better than the LM head (benchmarks/results/sampler_head.md, "as described").
+        (benchmarks/results/sampler_head.md, "as described"), and making it warns.
         """
         settings, mask_id = setup.config.heads, setup.mask_id
         process = noise_process(setup.config.objective)
+        if settings.sampler_reveal == 0:
+            warnings.warn(
+                "heads.sampler_reveal=0 trains a sampler head that fills no better than the LM "
+                f"head; use {HeadsConfig.sampler_reveal}",
+                stacklevel=3,
+            )
 
         def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, jax.Array]:
             """The revealed positions, and the number of supervised positions."""

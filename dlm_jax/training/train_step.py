@@ -6,6 +6,7 @@ cost. Within a stage, only the weights of the losses change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax import devices
 from dlm_jax.config import Config
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.partitions import axes_of, batch_sharding, shardings
+from dlm_jax.distributed.partitions import ROWS, axes_of, batch_sharding, shardings
 from dlm_jax.heads import MAIN, Head, Stage
 from dlm_jax.model.lora import GROUP
 from dlm_jax.objectives.losses import Loss, cross_entropy, hidden_of
@@ -330,6 +331,48 @@ def _add_up(compute: Callable[..., Any], params: Params, whole: Any, num_parts: 
         return jax.tree.map(jnp.add, sums, found), None
 
     return jax.lax.scan(one_part, zeros, rows)[0]
+
+
+def check_adds_up(
+    step_loss: StageLoss, params: Params, *, mesh: Mesh, seq_len: int, token_ids: tuple[int, ...]
+) -> None:
+    """Raises ValueError if a loss differs between a batch and the same batch in two parts.
+
+    Losses are computed once, for a few rows of `token_ids`. Losses of opposite sign can cancel, so
+    the tolerance is relative to the magnitudes of the parts.
+    """
+    shards = math.prod(mesh.shape[axis] for axis in ROWS if axis in mesh.shape)
+    num_rows = next(
+        (n for n in range(2 * shards, 128 * shards, 2 * shards) if step_loss.mixture.fills(n, 2)),
+        2 * shards,
+    )
+    rows, everywhere = batch_sharding(mesh, num_rows), NamedSharding(mesh, P())
+    tokens_BL = np.resize(np.array(token_ids, np.int32), (num_rows, seq_len))
+    length_B, step = np.full(num_rows, seq_len, np.int32), jnp.int32(0)
+
+    def with_sizes(params: Params, part: Any) -> Any:
+        means = step_loss(params, part, step)[1]
+        return means, jax.tree.map(jnp.abs, means)
+
+    def losses(params: Params) -> list[Any]:
+        with devices.used(mesh):
+            batch = Batch(*map(jnp.asarray, (tokens_BL, length_B, np.zeros_like(length_B))))
+            batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows), batch)
+            whole = step_loss.draw(batch, key_of(0), step)
+            return [_add_up(with_sizes, params, whole, n) for n in (1, 2)]
+
+    options = compiler.options("sample", mesh)
+    run = jax.jit(losses, out_shardings=everywhere, compiler_options=options)
+    (one, _), (two, size) = jax.device_get(run(params))
+    for name in one:
+        atol = 1e-6 + 0.01 * np.nan_to_num(size[name], posinf=0.0)
+        if not np.isclose(two[name], one[name], rtol=0.0, atol=atol, equal_nan=True):
+            raise ValueError(
+                f"train.accumulate requires losses that add up over the parts of a batch, but "
+                f"{name!r} is {one[name]:.4g} for a batch and {two[name]:.4g} in two parts; "
+                "return the plain sum from `loss` and compute its weight in `draw`, or use "
+                "train.accumulate=1"
+            )
 
 
 def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:

@@ -82,7 +82,12 @@ from dlm_jax.training.tasks import (
     bound_of,
     make_task,
 )
-from dlm_jax.training.train_step import Metrics, TrainState, compile_eval_step
+from dlm_jax.training.train_step import (
+    Metrics,
+    TrainState,
+    check_adds_up,
+    compile_eval_step,
+)
 from dlm_jax.types import Network, Params
 
 # Maximum number of steps in flight. Two steps keep the device busy and let a run stop quickly.
@@ -287,6 +292,14 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
             if is_new
             else restore_run(task, meta, checkpoints, report)
         )
+        if config.train.accumulate > 1 and own:
+            check_adds_up(
+                task.loss(task.stage(config.train.steps)),
+                state.params,
+                mesh=task.setup.mesh,
+                seq_len=config.data.seq_len,
+                token_ids=task.setup.text_ids,
+            )
         best = Best(best_checkpoints, config, meta, is_new=is_new)
         on_first_process(lambda: check_metrics(given, meta["run"], is_new=is_new))
         # Nothing is written before everything has been checked.

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stage_cases
 import toy
 
+from dlm_jax.config import HeadsConfig
 from dlm_jax.distributed.partitions import path_name
 from dlm_jax.heads.critic import critic_loss, critic_positions, critic_targets
 from dlm_jax.heads.sampler import SAMPLER, prepare_sampler_inputs, sampler_loss
@@ -186,6 +188,22 @@ def test_the_loss_of_the_sampler_head_is_the_plain_mean_over_the_supervised_posi
         nats.append(np.log(np.exp(logits).sum()) - logits[tokens[row, place]])
     assert len(nats) == int(loss.weight) > 10
     np.testing.assert_allclose(loss.sum / loss.weight, np.mean(nats), rtol=1e-5)
+
+
+def test_seven_of_ten_holes_are_revealed_to_the_sampler_head_by_default():
+    (head,) = stage_cases.records(HeadsConfig(), add_sampler_head=True)
+    shape = (64, 256)
+    batch = Batch(*map(jnp.zeros, (shape, 64, 64)))
+    drawn = Drawn(batch, jnp.full(shape, toy.MASK), jnp.ones(shape), jnp.ones(()))
+    is_revealed_BL, num_supervised = head.draw(drawn, jax.random.key(0))
+    assert float(is_revealed_BL.mean()) == pytest.approx(0.7, abs=0.02)
+    assert num_supervised == 64 * 256
+
+
+def test_a_sampler_head_without_revealed_neighbours_warns_in_one_line():
+    with pytest.warns(UserWarning, match=r"^heads.sampler_reveal=0 .*; use 0.7$") as warned:
+        (head,) = stage_cases.records(HeadsConfig(sampler_reveal=0.0), add_sampler_head=True)
+    assert len(warned) == 1 and head.name == SAMPLER
 
 
 def _by_path(tree) -> dict[str, np.ndarray]:

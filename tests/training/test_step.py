@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import types
 
 import chex
 import jax
@@ -19,6 +21,7 @@ from dlm_jax.objectives.objective import Batch, Drawn, Mixture, denoising, elbo
 from dlm_jax.training.train_step import (
     TrainState,
     abstract_state,
+    check_adds_up,
     compile_eval_step,
     init_state,
     make_train_step,
@@ -249,3 +252,22 @@ def test_eight_devices_evaluate_like_one_and_every_device_knows_every_row():
     np.testing.assert_allclose(*results, rtol=2e-5)
     assert (results[0][length_B > 0] > 0).all()
     assert (results[0][length_B == 0] == 0).all()
+
+
+@pytest.mark.parametrize(("scale", "is_refused"), [(1.0, False), (1.5, True)])
+def test_losses_of_both_signs_add_up_within_the_rounding_of_their_parts(scale, is_refused):
+    """Two parts of 400 and -399.6 that are each rounded by 0.1% or so."""
+
+    class BothSigns:
+        mixture = types.SimpleNamespace(fills=lambda rows, parts: rows == 8)
+
+        def draw(self, batch, key, step):
+            return jnp.tile(jnp.array([100.0, -99.9]), 4)
+
+        def __call__(self, params, part, step):
+            total = part.sum()
+            rounded = total + 1e-3 * jnp.abs(total)
+            return total, {"x": jnp.where(total > 1, scale, 1.0) * rounded}
+
+    with pytest.raises(ValueError, match="'x' is") if is_refused else contextlib.nullcontext():
+        check_adds_up(BothSigns(), {}, mesh=cases.mesh("one"), seq_len=4, token_ids=(1, 2))
