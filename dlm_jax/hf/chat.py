@@ -249,7 +249,11 @@ class ChatTemplate:
                 raise ValueError(
                     "the chat template omits the content of the last message; remove that message"
                 )
-            return before if after.startswith(_SPACE) else before.rstrip()
+            if after.startswith(_SPACE):
+                return before
+            # The template strips contents.
+            kept = content.lstrip()
+            return before[: len(before) - len(kept) + len(kept.rstrip())]
         compiled = _compiled(self.source)
         try:
             return compiled.render(self.specials() | values)

@@ -111,15 +111,22 @@ def load_weights(
                         )
 
             def read(name: str, _: str) -> jax.Array:
-                value = file.get_tensor(name)
-                if str(value.dtype) not in DTYPES:
+                part = file.get_slice(name)
+                shape, kind = tuple(part.get_shape()), part.get_dtype()
+                if kind not in ("F32", "F16"):
                     raise ValueError(
-                        f"{name} has type {value.dtype}, which is not one of {', '.join(DTYPES)}"
+                        f"{name} has type {kind}, which is not one of {', '.join(DTYPES)}"
                     )
                 if place is None:
-                    return jnp.asarray(value, np.float32)
-                target = place(name, jax.ShapeDtypeStruct(value.shape, value.dtype))
-                return jax.device_put(value.astype(target.dtype), target.sharding)
+                    return jnp.asarray(file.get_tensor(name), np.float32)
+                target = place(name, jax.ShapeDtypeStruct(shape, np.float32))
+                if not shape:
+                    value = file.get_tensor(name).astype(target.dtype)
+                    return jax.device_put(value, target.sharding)
+                # Each device gets its own part, so that no device has a whole parameter.
+                return jax.make_array_from_callback(
+                    shape, target.sharding, lambda index: part[index].astype(target.dtype)
+                )
 
             return map_named(read, nested({name: name for name in saved})), meta
 

@@ -118,8 +118,8 @@ X = np.zeros(3, np.float32)
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({"a": np.zeros(3, np.int8)}, "a has type int8, which is not one of float32, float16"),
-        ({"a": np.zeros(3, np.float64)}, "a has type float64"),
+        ({"a": np.zeros(3, np.int8)}, "a has type I8, which is not one of float32, float16"),
+        ({"a": np.zeros(3, np.float64)}, "a has type F64"),
     ],
 )
 def test_tensors_that_are_no_parameters_are_refused_in_one_line(tmp_path, tensors, said):
