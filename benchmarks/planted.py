@@ -4,8 +4,6 @@
     python -m benchmarks.planted [--area draws] [--only NAME] [--slow]
     python -m benchmarks.planted --table
     python -m benchmarks.planted --unchanged
-    python -m benchmarks.planted --every --area draws
-    python -m benchmarks.planted --candidates
 
 The faults are data: `benchmarks/planted_faults.toml` gives each fault as two texts of one file,
 before and after, and gives each area the tests that must see its faults. For each area, the tests
@@ -22,10 +20,6 @@ tests cannot be collected, which shows nothing about them. It is seen by `none` 
 the tests reach their limit.
 
 `--unchanged` prints the time of the tests of each area without a fault.
-
-With `--every`, the tests of an area go on after the first failure, and all that fail are recorded
-in `benchmarks/results/planted_tests.jsonl`. `--candidates` then lists, for each of these areas, the
-tests that see no fault which another single test does not also see.
 """
 
 from __future__ import annotations
@@ -53,7 +47,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 FAULTS = Path(__file__).parent / "planted_faults.toml"
 RESULTS = Path(__file__).parent / "results" / "planted.jsonl"
-EVERY = Path(__file__).parent / "results" / "planted_tests.jsonl"
 LIMIT, SLOW_LIMIT = 75.0, 600.0  # seconds on two cores
 WAITING = 20.0  # seconds of the clock after which a run is ended, per second of its limit
 IMPORTED = ("jax", "flax.nnx", "optax", "orbax.checkpoint", "grain", "scipy", "tokenizers", "numpy")
@@ -93,8 +86,6 @@ class Outcome(NamedTuple):
     Attributes:
       passed: True if the run ended and no test failed.
       failed: the first failed test; empty if none.
-      all_failed: the failed tests.
-      all_passed: the passed tests, if the run did not end at the first failure.
       crashed: True if the tests could not be collected or run.
       timed_out: True if the run reached its limit.
       seconds: processor time of the run on two cores, hence half of the time of all threads.
@@ -103,8 +94,6 @@ class Outcome(NamedTuple):
 
     passed: bool
     failed: str
-    all_failed: list[str]
-    all_passed: list[str]
     crashed: bool
     timed_out: bool
     seconds: float
@@ -243,8 +232,6 @@ def read_outcome(tree: Path, status: int, used: resource.struct_rusage) -> Outco
     return Outcome(
         passed=passed,
         failed=failed[0] if failed else "",
-        all_failed=failed,
-        all_passed=tests("PASSED"),
         crashed=not passed and not timed_out and not failed,
         timed_out=timed_out,
         seconds=(used.ru_utime + used.ru_stime) / 2,
@@ -263,7 +250,6 @@ def read_records() -> dict[str, dict[str, Any]]:
 # A task yields the options of pytest and the limit, and receives the outcome.
 Task = Generator[tuple[list[str], float], Outcome, None]
 UNTIL_FAILED = ["-x"]
-EACH = ["-rpfE", "--tb=no", "--show-capture=no"]
 
 
 def try_area(
@@ -307,56 +293,6 @@ def try_fault(fault: Fault, paths: Sequence[str], limit: float, slow: bool, tree
         file.write(json.dumps(record) + "\n")
     by = f"{seen} {outcome.failed}{' (limit)' if timed_out else ''}"
     print(f"  {fault.name}: {by.strip()}, {record['seconds']} s", flush=True)
-
-
-def try_every_test(fault: Fault, paths: Sequence[str], tree: Path) -> Task:
-    """Runs all tests of an area with one fault in the tree, and appends those that failed."""
-    path = tree / fault.file
-    text = path.read_text()
-    write(path, text.replace(fault.before, fault.after))
-    try:
-        outcome = yield [*order_tests(tree, paths), *EACH], SLOW_LIMIT
-    finally:
-        write(path, text)
-    record = {
-        "name": fault.name, "area": fault.area, "digest": fault.digest,
-        "failed": outcome.all_failed, "passed": outcome.all_passed,
-        "timed_out": outcome.timed_out, "seconds": round(outcome.seconds, 1),
-    }  # fmt: skip
-    with EVERY.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-    print(f"  {fault.name}: {len(outcome.all_failed)} tests, {record['seconds']} s", flush=True)
-
-
-def candidates(faults: Sequence[Fault]) -> str:
-    """The tests of each area that see no fault which another test of it does not see."""
-    digests = {fault.digest for fault in faults}
-    records = [json.loads(line) for line in EVERY.read_text().splitlines()]
-    lines = []
-    for area in dict.fromkeys(record["area"] for record in records):
-        seen: dict[str, set[str]] = {}
-        for record in records:
-            if record["area"] != area or record["digest"] not in digests or record["timed_out"]:
-                continue
-            for test in (*record["passed"], *record["failed"]):
-                seen.setdefault(_function(test), set())
-            for test in record["failed"]:
-                seen[_function(test)].add(record["name"])
-        lines.append(f"\n### {area}\n")
-        for test, own in sorted(seen.items()):
-            more = [
-                other for other, its in seen.items() if own < its or (own == its and other < test)
-            ]
-            if not own:
-                lines.append(f"- `{test}`: sees no planted fault")
-            elif more:
-                lines.append(f"- `{test}`: its {len(own)} are seen by `{more[0].split('::')[1]}`")
-    return "\n".join(lines)
-
-
-def _function(test: str) -> str:
-    """A test without its parameters."""
-    return test.split("[")[0]
 
 
 def run_all(tasks: Sequence[Callable[[Path], Task]], trees: Sequence[Path]) -> None:
@@ -448,8 +384,6 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also run recorded faults")
     parser.add_argument("--check", action="store_true", help="check the data and end")
     parser.add_argument("--unchanged", action="store_true", help="time all areas without a fault")
-    parser.add_argument("--every", action="store_true", help="record all tests that see a fault")
-    parser.add_argument("--candidates", action="store_true", help="list tests to merge and end")
     parser.add_argument("--table", action="store_true", help="print the table and end")
     parser.add_argument(
         "--limit", type=float, default=LIMIT,
@@ -464,9 +398,6 @@ def main() -> int:
     areas, faults = load()
     if args.table:
         print(table(faults))
-        return 0
-    if args.candidates:
-        print(candidates(faults))
         return 0
     found = problems(areas, faults)
     if found or args.check:
@@ -488,14 +419,6 @@ def main() -> int:
             for area in (areas if args.unchanged else dict.fromkeys(f.area for f in wanted))
         ]
     if args.unchanged:
-        wanted = []
-    if args.every:
-        done = {json.loads(line)["digest"] for line in EVERY.open()} if EVERY.exists() else set()
-        tasks = [
-            functools.partial(try_every_test, fault, areas[fault.area])
-            for fault in faults
-            if fault.area in (args.area or areas) and fault.digest not in done
-        ]
         wanted = []
     tasks += [
         functools.partial(try_fault, fault, areas[fault.area], args.limit, args.slow)
