@@ -47,7 +47,6 @@ NAMES = (
     "template",
     "dlm_jax.stream",
     "Softened",
-    "NoRepeats",
     "count_pairs",
 )
 
@@ -123,15 +122,6 @@ def test_a_host_sampler_of_ones_own_is_obeyed_in_all_rows(model, capsys, monkeyp
     for text in scope["result"].texts:
         assert re.fullmatch(r"(version|page) \d{4}", text)
     assert out.endswith("choice among the remaining candidates: host (only_digits)\n")
-
-
-@pytest.mark.slow
-def test_a_host_sampler_that_follows_its_rows_writes_no_token_twice(model, capsys, monkeypatch):
-    _, scope = _printed(NAMES[6], model, capsys, monkeypatch)
-    result = scope["result"]
-    for tokens, length in zip(result.tokens, result.lengths, strict=True):
-        written = tokens[len("version ") : length].tolist()
-        assert len(set(written)) == len(written) > 1
 
 
 @pytest.mark.slow
