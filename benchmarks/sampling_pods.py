@@ -234,7 +234,7 @@ def _abstract(make: Callable[[], State], split: NamedSharding) -> State:
 
 def measure(step: Step, options: tuple[str, ...]) -> dict[str, Any]:
     """The figures of a row, of a chip and step."""
-    with bundles.written("window_attention") as schedules:
+    with bundles.written("window_attention", "rotary") as schedules:
         mesh = make_mesh(MeshConfig(fsdp=step.fsdp), topology_devices(step.topology))
         began = time.perf_counter()
         try:

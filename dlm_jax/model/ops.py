@@ -42,6 +42,8 @@ _LEAST_FOR_TRITON = 128
 # Triton requires powers of two.
 _TRITON_SIZES = (16, 32, 64, 128)
 _LANES = 128
+# Fewer positions do not fill a tile of the kernel of rotations.
+_LEAST_FOR_ROTARY = 8
 # Layers that are unrolled in a training step and in a decoding step; each takes a quarter of a
 # second to compile.
 _LONGEST_UNROLLED, _LONGEST_UNROLLED_CACHE = 16, 48
@@ -238,12 +240,20 @@ def rotate_heads(
 ) -> jax.Array:
     """Queries or keys, normalised (RMSNorm) if `scale_K` is given, then rotated by position.
 
-    Dimensions without an angle are not rotated.
+    Dimensions without an angle are not rotated. In bfloat16, TPUs use a kernel.
     """
+    size, is_half = 2 * cos_LK.shape[-1], x_BLHK.dtype == jnp.bfloat16
+    is_whole, is_long = size == x_BLHK.shape[-1], x_BLHK.shape[1] >= _LEAST_FOR_ROTARY
+    if platform() == "tpu" and is_half and is_whole and is_long and size % _LANES == 0:
+        from dlm_jax.model.kernels.mosaic import mosaic_rotary
+
+        cos_BLK, sin_BLK = (x if x.ndim == 3 else x[None] for x in (cos_LK, sin_LK))
+        if scale_K is None:
+            return mosaic_rotary(x_BLHK, jnp.ones(size), cos_BLK, sin_BLK, None)
+        return mosaic_rotary(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon)
     if scale_K is not None:
         x_BLHK = rms_norm(x_BLHK, scale_K, epsilon=epsilon)
-    size = 2 * cos_LK.shape[-1]
-    if size == x_BLHK.shape[-1]:
+    if is_whole:
         return _rotate(x_BLHK, cos_LK, sin_LK)
     head, rest = x_BLHK[..., :size], x_BLHK[..., size:]
     return jnp.concatenate([_rotate(head, cos_LK, sin_LK), rest], axis=-1)

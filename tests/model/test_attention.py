@@ -20,7 +20,7 @@ from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.model import ops
 from dlm_jax.model.attention import BesideClean, InBlocks, attend_beside_clean
 from dlm_jax.model.kernels import mosaic, splash
-from dlm_jax.model.kernels.mosaic import mosaic_window
+from dlm_jax.model.kernels.mosaic import mosaic_rotary, mosaic_window
 from dlm_jax.model.kernels.splash import splash_attention
 from dlm_jax.model.kernels.triton import (
     TILE,
@@ -77,7 +77,7 @@ def _forms():
 def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(
     mask, num_groups, monkeypatch
 ):
-    # Several tiles of the splash kernel.
+    # Several tiles of the splash kernel, of twice as many keys as queries without a mask.
     monkeypatch.setattr(splash, "_MAX_BLOCK", 128)
     monkeypatch.setattr(devices, "num_cores", lambda: 2)
     inputs, length_B, g = _inputs(num_groups)
@@ -281,6 +281,77 @@ def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(
         interpret=True,
     )
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(
+    ("positions", "is_shared", "mesh"),
+    [(70, True, None), (70, False, None),
+     pytest.param(64, True, {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+     (64, False, {"data": 2, "tensor": 2, "context": 2})],
+)  # fmt: skip
+def test_the_rotary_kernel_and_its_gradients_are_those_of_the_formula(
+    positions, is_shared, mesh, has_norm, monkeypatch
+):
+    """In tiles of positions, with angles of each row or of all, and on several devices.
+
+    The formula is computed in float32 throughout.
+    """
+    monkeypatch.setattr(mosaic, "_MAX_ELEMENTS", 32 * 4 * 128)
+    draw = np.random.default_rng(5)
+    x, g = (jnp.asarray(draw.normal(size=(2, positions, 4, 128)), jnp.bfloat16) for _ in range(2))
+    angle = draw.uniform(size=(1 if is_shared else 2, positions, 64))
+    cos, sin = (jnp.asarray(of(angle), jnp.float32) for of in (np.cos, np.sin))
+    given = x, cos, sin, jnp.asarray(draw.uniform(0.5, 2, 128), jnp.float32)
+
+    def run(rotate, x, cos, sin, scale):
+        y, pull = jax.vjp(lambda x, scale: rotate(x, cos, sin, scale), x, scale)
+        return y, *pull(g.astype(y.dtype))
+
+    def formula(x, cos, sin, scale):
+        return ops.rotate_heads(x, cos, sin, scale if has_norm else None, 1e-5)
+
+    def kernel(x, cos, sin, scale):
+        return mosaic_rotary(x, scale, cos, sin, 1e-5 if has_norm else None, True)
+
+    expected, shapes, compute = run(formula, x.astype(jnp.float32), *given[1:]), [], mosaic._rotary
+
+    def noted(x, *rest, **more):
+        shapes.append(x.shape)
+        return compute(x, *rest, **more)
+
+    monkeypatch.setattr(mosaic, "_rotary", noted)
+    if mesh is None:
+        found = run(kernel, *given)
+        assert shapes == 2 * [(2, positions, 4 * 128)]
+    else:
+        placed = make_mesh(MeshConfig(**mesh), jax.devices()[: math.prod(mesh.values())])
+
+        def on_mesh(*given):
+            with devices.used(placed):
+                return run(kernel, *given)
+
+        found = jax.jit(on_mesh)(*jax.device_put(given, NamedSharding(placed, PartitionSpec())))
+        assert shapes == 2 * [(1, positions // mesh.get("context", 1), 2 * 128)]
+    for one, other, tolerance in zip(found, expected, (1e-2, 1e-2, 1e-4), strict=True):
+        np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "positions", "size", "angles", "has_kernel"),
+    [("tpu", jnp.bfloat16, 8, 128, 64, True), ("tpu", jnp.bfloat16, 8, 256, 128, True),
+     ("tpu", jnp.bfloat16, 7, 128, 64, False), ("tpu", jnp.float32, 8, 128, 64, False),
+     ("tpu", jnp.bfloat16, 8, 64, 32, False), ("tpu", jnp.bfloat16, 8, 128, 32, False),
+     ("gpu", jnp.bfloat16, 8, 128, 64, False), ("cpu", jnp.bfloat16, 8, 128, 64, False)],
+)  # fmt: skip
+def test_heads_without_a_rotary_kernel_are_rotated_by_the_formula(
+    platform, dtype, positions, size, angles, has_kernel
+):
+    x, table = jnp.zeros((1, positions, 2, size), dtype), jnp.zeros((positions, angles))
+    for scale in (None, jnp.ones(size)):
+        with jax.sharding.use_abstract_mesh(_on(platform)):
+            text = str(jax.make_jaxpr(ops.rotate_heads)(x, table, table, scale))
+        assert ("pallas_call" in text) == has_kernel
 
 
 @pytest.mark.parametrize("platform", KERNELS)

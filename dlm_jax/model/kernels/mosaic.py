@@ -1,16 +1,17 @@
-"""A kernel for TPUs: attention of a window beside a cache."""
+"""Kernels for TPUs: attention of a window beside a cache, and the rotation of heads."""
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dlm_jax.model.kernels.split import HIDDEN, padded
+from dlm_jax.model.kernels.split import HIDDEN, heads_by_device, padded
 
 _LANES = 128
 # Rows of a tile in half precision.
@@ -25,6 +26,8 @@ _MAX_TOGETHER = 256
 _MAX_BYTES = 2**22
 # Bytes of all tiles and intermediate values of a window.
 _MEMORY = 15 * 2**20
+# Elements of a tile of queries or keys that are rotated.
+_MAX_ELEMENTS = 2**19
 
 
 def mosaic_window(
@@ -211,3 +214,132 @@ def _tile(number: int, most: int, unit: int) -> int:
     """The size of the tiles, a multiple of `unit`, that share `number` with the least padding."""
     count = pl.cdiv(number, most)
     return pl.cdiv(pl.cdiv(number, count), unit) * unit
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def mosaic_rotary(
+    x_BLHK: jax.Array,
+    scale_K: jax.Array,
+    cos_BLK: jax.Array,
+    sin_BLK: jax.Array,
+    epsilon: float | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes `dlm_jax.model.ops.rotate_heads`; each device rotates its own positions and heads.
+
+    XLA would store the normalised heads in float32, and the halves of each. The head size is a
+    multiple of 128, the angles have the shape ``[1 or B, L, K / 2]`` and no gradient, and an
+    `epsilon` of None omits the norm.
+    """
+    return _rotary_forward(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon, interpret)[0]
+
+
+def _rotary_forward(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon, interpret):
+    given = x_BLHK, scale_K, cos_BLK, sin_BLK
+    compute = functools.partial(_rotary, epsilon=epsilon, interpret=interpret)
+    return heads_by_device(compute, *given), given
+
+
+def _rotary_backward(epsilon, interpret, given, g_BLHK):
+    compute = functools.partial(_rotary, epsilon=epsilon, interpret=interpret)
+    g_x_BLD, terms_BTHK = heads_by_device(compute, *given, g_BLHK)
+    g_scale_K = jnp.sum(terms_BTHK, axis=(0, 1, 2)).astype(given[1].dtype)
+    return g_x_BLD.reshape(g_BLHK.shape), g_scale_K, *map(jnp.zeros_like, given[2:])
+
+
+mosaic_rotary.defvjp(_rotary_forward, _rotary_backward)
+
+
+def _rotary(
+    x_BLD: jax.Array,
+    scale_K: jax.Array,
+    cos_BLK: jax.Array,
+    sin_BLK: jax.Array,
+    *g_BLHK: jax.Array,
+    epsilon: float | None,
+    interpret: bool,
+) -> Any:
+    """The rotated heads, each stored apart, or with their gradient the gradient by `x_BLD`, and the
+    terms ``[B, T, H, K]`` of that by `scale_K`. One step computes a tile of positions of all heads.
+    """
+    num_rows, num_positions, size = *x_BLD.shape[:2], 2 * cos_BLK.shape[2]
+    num_heads, is_shared = x_BLD.shape[2] // size, cos_BLK.shape[0] == 1
+    most = _MAX_ELEMENTS // (num_heads * size) // _SUBLANES * _SUBLANES
+    positions = min(num_positions, max(_SUBLANES, most))
+    grid = num_rows, pl.cdiv(num_positions, positions)
+    given = (
+        x_BLD,
+        scale_K[None],
+        jnp.concatenate([cos_BLK, cos_BLK], axis=-1),
+        jnp.concatenate([-sin_BLK, sin_BLK], axis=-1),
+        *(x.swapaxes(1, 2) for x in g_BLHK),
+    )
+    flat = pl.BlockSpec((None, positions, num_heads * size), lambda b, i: (b, i, 0))
+    heads = pl.BlockSpec((None, num_heads, positions, size), lambda b, i: (b, 0, i, 0))
+    table = pl.BlockSpec((None, positions, size), lambda b, i: (0 if is_shared else b, i, 0))
+    if g_BLHK:
+        kernel = functools.partial(_rotary_gradients_kernel, num_positions=num_positions)
+        terms = pl.BlockSpec((None, None, num_heads, size), lambda b, i: (b, i, 0, 0))
+        outputs = (flat, x_BLD.shape, x_BLD.dtype), (terms, (*grid, num_heads, size), jnp.float32)
+    else:
+        kernel = _rotary_kernel
+        outputs = ((heads, (num_rows, num_heads, num_positions, size), x_BLD.dtype),)
+    y = pl.pallas_call(
+        functools.partial(kernel, epsilon=epsilon),
+        grid=grid,
+        in_specs=[
+            flat,
+            pl.BlockSpec((1, size), lambda b, i: (0, 0)),
+            table,
+            table,
+            *[heads] * len(g_BLHK),
+        ],
+        out_specs=[spec for spec, *_ in outputs],
+        out_shape=[jax.ShapeDtypeStruct(*of_output) for _, *of_output in outputs],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=sum(x.nbytes for x in (*given, x_BLD))
+        ),
+        interpret=interpret,
+        name="rotary_gradients" if g_BLHK else "rotary",
+    )(*given)
+    return y if g_BLHK else y[0].swapaxes(1, 2)
+
+
+def _rotary_kernel(x_ref, scale_ref, cos_ref, sin_ref, y_ref, *, epsilon):
+    size = cos_ref.shape[1]
+    for head in range(y_ref.shape[0]):
+        x_NK = x_ref[:, pl.ds(head * size, size)].astype(jnp.float32)
+        if epsilon is not None:
+            x_NK = x_NK * _per_root(x_NK, epsilon) * scale_ref[...]
+        y_NK = x_NK * cos_ref[...] + pltpu.roll(x_NK, size // 2, 1) * sin_ref[...]
+        y_ref[head] = y_NK.astype(y_ref.dtype)
+
+
+def _rotary_gradients_kernel(
+    x_ref, scale_ref, cos_ref, sin_ref, g_ref, g_x_ref, terms_ref, *, epsilon, num_positions
+):
+    heads, positions, size = g_ref.shape
+    for head in range(heads):
+        at, g_NK = pl.ds(head * size, size), g_ref[head].astype(jnp.float32)
+        g_NK = g_NK * cos_ref[...] + pltpu.roll(g_NK * sin_ref[...], size // 2, 1)
+        if epsilon is not None:
+            x_NK = x_ref[:, at].astype(jnp.float32)
+            per_root_N1 = _per_root(x_NK, epsilon)
+            unit_NK = x_NK * per_root_N1
+            terms_NK = g_NK * unit_NK
+            if num_positions % positions:  # positions beyond the row are undefined
+                place_N1 = jax.lax.broadcasted_iota(jnp.int32, (positions, 1), 0)
+                is_own_N1 = pl.program_id(1) * positions + place_N1 < num_positions
+                terms_NK = jnp.where(is_own_N1, terms_NK, 0.0)
+            terms_ref[pl.ds(head, 1)] = jnp.sum(terms_NK, axis=0, keepdims=True)
+            g_NK = g_NK * scale_ref[...]
+            mean_N1 = jnp.mean(g_NK * unit_NK, axis=1, keepdims=True)
+            g_NK = per_root_N1 * (g_NK - unit_NK * mean_N1)
+        g_x_ref[:, at] = g_NK.astype(g_x_ref.dtype)
+    if epsilon is None:
+        terms_ref[...] = jnp.zeros_like(terms_ref)
+
+
+def _per_root(x_NK, epsilon):
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x_NK), axis=1, keepdims=True) + epsilon)

@@ -22,8 +22,10 @@ from dlm_jax import devices
 from dlm_jax.model.kernels.split import by_device, padded
 
 _LANES = 128
-# Tiles by the schedules of the TPU compiler (benchmarks/results/scaling.md).
+# Tiles by the schedules of the TPU compiler (benchmarks/results/scaling.md). Tiles have twice as
+# many keys without a mask: the kernel writes one partial gradient of the queries per tile of keys.
 _MAX_BLOCK = 1024
+_MAX_BYTES = 256
 
 
 def splash_attention(
@@ -95,13 +97,18 @@ def _of_rows(
     shape = (q_BLHK.shape[1], k_BMGK.shape[1])
     mask = FullMask(shape) if may_see is None else _Places(shape, may_see)
     block_q, block_k = map(tile_of, shape)
+    # Longer tiles of wider keys exceed the on-chip memory of the compiler's default options.
+    is_long = may_see is None and head_size * k_BMGK.dtype.itemsize <= _MAX_BYTES
+    block_keys = 2 * block_k if is_long and shape[1] % (2 * block_k) == 0 else block_k
     kernel = make_splash_mha(
         mask=MultiHeadMask([mask] * num_heads),
         block_sizes=BlockSizes(
             block_q=block_q,
-            block_kv=block_k,
+            block_kv=block_keys,
+            block_kv_compute=block_k,
             block_q_dkv=block_q,
-            block_kv_dkv=block_k,
+            block_kv_dkv=block_keys,
+            block_kv_dkv_compute=block_k,
             use_fused_bwd_kernel=True,
         ),
         head_shards=1,

@@ -85,6 +85,32 @@ def window_by_device(
     return split(q_BWHK, leaves_RDGLK, own_BGWK, *rows)
 
 
+def heads_by_device(
+    compute: Callable[..., Any],
+    x_BLHK: jax.Array,
+    scale_K: jax.Array,
+    cos_BLK: jax.Array,
+    sin_BLK: jax.Array,
+    *gradients_BLHK: jax.Array,
+) -> Any:
+    """``compute(x_BLD, scale, cos, sin, *gradients)``, where `x_BLD` has the heads side by side.
+
+    Each device computes its own rows, positions and heads. Rows share angles whose first axis has
+    size 1. The first three axes of the results are rows, positions and heads, or parts of them.
+    """
+    # Without the barrier, the TPU compiler would split the heads in a projection, and copy them.
+    x_BLD = jax.lax.optimization_barrier(x_BLHK.reshape(*x_BLHK.shape[:2], -1))
+    mesh = mesh_in_use()
+    given = x_BLD, scale_K, cos_BLK, sin_BLK, *gradients_BLHK
+    if mesh is None:
+        return compute(*given)
+    rows, positions, heads, _ = fitting(PLACES["queries"], x_BLHK.shape, mesh)
+    of_heads = P(rows, positions, heads)
+    of_angles = P(rows if cos_BLK.shape[0] > 1 else None, positions)
+    specs = of_heads, P(), of_angles, of_angles, *[of_heads] * len(gradients_BLHK)
+    return jax.shard_map(compute, in_specs=specs, out_specs=of_heads, check_vma=False)(*given)
+
+
 def padded(x: jax.Array, axis: int, unit: int, value: float = 0) -> jax.Array:
     """`x`, extended with `value` along `axis` to a multiple of `unit`."""
     missing = -x.shape[axis] % unit
