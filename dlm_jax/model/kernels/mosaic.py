@@ -231,13 +231,13 @@ def mosaic_rotary(
     multiple of 128, the angles have the shape ``[1 or B, L, K / 2]`` and no gradient, and an
     `epsilon` of None omits the norm.
     """
-    return _rotary_forward(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon, interpret)[0]
+    compute = functools.partial(_rotary, epsilon=epsilon, interpret=interpret)
+    return heads_by_device(compute, x_BLHK, scale_K, cos_BLK, sin_BLK)
 
 
 def _rotary_forward(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon, interpret):
     given = x_BLHK, scale_K, cos_BLK, sin_BLK
-    compute = functools.partial(_rotary, epsilon=epsilon, interpret=interpret)
-    return heads_by_device(compute, *given), given
+    return mosaic_rotary(*given, epsilon, interpret), given
 
 
 def _rotary_backward(epsilon, interpret, given, g_BLHK):

@@ -51,6 +51,7 @@ size //= len(devices)
 text = compiled.as_text()
 shape = ",".join(map(str, (OWN, *kept[0].shape[1:])))
 assert f"bf16[{shape}]" in text
+assert "window_attention" in text and "rotary" in text
 gathers = re.compile(r"= \\S+ all-gather(-start)?\\(")
 gathered = [line[:200] for line in text.splitlines() if gathers.search(line)]
 assert not gathered, gathered
