@@ -56,11 +56,13 @@ class Row:
     fsdp: int = 16
     tensor: int = 1
     remat: str = "attention"
+    block_length: int = 0
 
     @property
     def name(self) -> str:
         """The row's name in the file."""
-        return " ".join(map(str, dataclasses.asdict(self).values()))
+        *values, block = dataclasses.asdict(self).values()
+        return " ".join([*map(str, values), *([f"blocks {block}"] if block else [])])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +120,11 @@ def model_of(row: Row | Sampled) -> dict[str, Any]:
 
 def config_of(row: Row, options: tuple[str, ...] = ()) -> Config:
     """The config of a row's run, with these ``mesh.compiler_options``."""
+    model = model_of(row) | {"remat": row.remat, "block_length": row.block_length}
+    if row.block_length:
+        model["attention_type"] = "block_causal"
     return Config(
-        model=ModelConfig(**model_of(row), remat=row.remat),
+        model=ModelConfig(**model),  # type: ignore[arg-type]
         data=DataConfig(seq_len=row.positions),
         optim=OptimConfig(name=row.optimizer, weight_decay=0.1),  # type: ignore[arg-type]
         train=TrainConfig(batch_size=row.rows),
