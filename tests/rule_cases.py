@@ -318,7 +318,9 @@ def make_state(
             renoise=packed.renoise, positions=positions,
         )  # fmt: skip
     defined = own()
-    rule = defined["FewSurest"](jnp.array([int(4 * s.factor) for s in settings], jnp.int32))
+    rule = defined["FewSurest"](
+        jnp.array([max(1, int(4 * s.threshold)) for s in settings], jnp.int32)
+    )
     remask = defined["Doubtful"](jnp.array([s.remask_end for s in settings], jnp.float32))
     state = canvases.make_state(rows, rule, remask=remask, positions=positions)
     softened = defined["Softened"](jnp.array([s.remask_eta for s in settings], jnp.float32))

@@ -360,7 +360,8 @@ def distil(
         )
         config_of_teacher = dataclasses.replace(setup.config, train=begins)
         setup_of_teacher = dataclasses.replace(setup, config=config_of_teacher)
-        of_teacher = dataclasses.replace(task, setup=setup_of_teacher)
+        task_of_teacher = dataclasses.replace(task.task, setup=setup_of_teacher)
+        of_teacher = dataclasses.replace(task, task=task_of_teacher)
         try:
             teacher = of_teacher.start(init_key, report)
         except ValueError as error:

@@ -120,7 +120,7 @@ def load_weights(
                 if place is None:
                     return jnp.asarray(file.get_tensor(name), np.float32)
                 target = place(name, jax.ShapeDtypeStruct(shape, np.float32))
-                if not shape:
+                if not shape or target.sharding is None:
                     value = file.get_tensor(name).astype(target.dtype)
                     return jax.device_put(value, target.sharding)
                 # Each device gets its own part, so that no device has a whole parameter.

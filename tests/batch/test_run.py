@@ -208,7 +208,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
     for part in ("is not JSON", "'Q'", "gen_length=200", "did you mean 'temperature'",
                  "did you mean 'low_confidence'", "gap of 0 tokens", "10 blocks", "remask",
                  "tokens contain MASK", "block_length=-1 is outside [0, ",
-                 "block_length='4' is not an integer", "logit_bias=5 is not a mapping; use {",
+                 "block_length='4' is not an integer", "logit_bias=5 is not a mapping from ids to",
                  "chain=(3,) is not a list of names; for example, use [", "top_k is a list",
                  "temperature='hot' is not a number", "stop_at_eos=1 is not a bool",
                  "temperature='0.7' is not a number",

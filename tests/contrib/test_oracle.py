@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from oracles import rules
 
 from contrib import oracle as decoders
 
 
-def test_frechet_bounds_by_hand_and_is_factor_for_equal_confidences():
+def test_frechet_bounds_by_hand_and_for_equal_confidences():
     # Leads: 0.9 - 0.1, 0.7 - 0.2, 0.4 - 0.3 and 0 - 0.4.
     confidence, holes = [0.8, 0.9, 0.6, 0.7], [0, 1, 2, 3]
     assert decoders.frechet(confidence, holes, 0.6) == {1}
@@ -19,10 +18,10 @@ def test_frechet_bounds_by_hand_and_is_factor_for_equal_confidences():
     assert decoders.frechet(confidence, holes, -0.5) == {0, 1, 2, 3}
     assert decoders.frechet(confidence, holes, 1.0) == {1}, "one at least"
     for c in (0.55, 0.81, 0.93):
-        equal, is_hole = [c] * 9, [True] * 9
         for margin in (0.05, 0.26):
-            wanted = len(rules.factor(equal, is_hole, 1 - margin))
-            assert len(decoders.frechet(equal, range(9), margin)) == wanted
+            # The bound of n equal confidences: n (1 - c) is at most 1 - margin - (1 - c).
+            wanted = max([n for n in range(1, 10) if c >= 1 - (1 - margin) / (n + 1)], default=1)
+            assert len(decoders.frechet([c] * 9, range(9), margin)) == wanted
 
 
 def test_near_an_anchor_less_is_enough():

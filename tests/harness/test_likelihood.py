@@ -129,7 +129,7 @@ def test_what_is_greedy_is_what_the_model_writes():
 
     result = dlm_jax.generate(
         MODEL, ["The "], gen_length=4, steps=4, order="low_confidence", temperature=0.0,
-        chain=("temperature",), logit_bias={MODEL.tokenizer.eos_id: -np.inf},
+        chain=("bias", "temperature"), logit_bias={MODEL.tokenizer.eos_id: -np.inf},
     )  # fmt: skip
     written = result.texts[0][4:]
     ids = np.concatenate([MODEL.tokenizer.encode("The "), MODEL.tokenizer.encode(written)])

@@ -300,7 +300,7 @@ def test_bad_argument_is_refused_in_one_line(settings, said):
     ("damage", "said"),
     [
         (lambda path: shutil.rmtree(path), "does not exist"),
-        (lambda path: _empty(path), "empty"),
+        (lambda path: _empty(path), "no complete checkpoint"),
         (lambda path: _truncate(path), "no usable checkpoint"),
         (lambda path: saved_model.save(_empty(path), width=32), "use the training config"),
         (lambda path: saved_model.save(_empty(path), depth=3), "use the training config"),

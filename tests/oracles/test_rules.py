@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -40,27 +39,6 @@ def test_threshold_takes_all_that_reach_it_and_at_least_the_best_hole():
     assert rules.threshold(confidence, HOLES, 0.99) == {1}, "position 2 is no hole"
     assert rules.threshold([0.3, 0.5, 0.9, 0.5, 0.1], HOLES, 0.8) == {1}, "ties: the lower one"
     assert rules.threshold(confidence, [False] * 5, 0.0) == set()
-
-
-def test_factor_compares_the_nth_best_with_its_own_bound():
-    # f = 0.6: the bounds are 0.7, 0.8, 0.85 and 0.88.
-    assert rules.factor([0.75, 0.7, 1.0, 0.9, 0.6], HOLES, 0.6) == {3}
-    assert rules.factor([0.8, 0.84, 1.0, 0.9, 0.6], HOLES, 0.6) == {3, 1}
-    assert rules.factor([0.86, 0.9, 1.0, 0.9, 0.86], HOLES, 0.6) == {0, 1, 3}, "ties: 0 before 4"
-    assert rules.factor([0.89] * 5, HOLES, 0.6) == {0, 1, 3, 4}
-    assert rules.factor([0.1, 0.2, 1.0, 0.2, 0.1], HOLES, 0.6) == {1}, "at least one"
-    assert rules.factor([1.0] * 5, [False] * 5, 0.6) == set()
-    # f = 2: the first bound is 0, the second 1/3, the third 1/2.
-    assert rules.factor([0.4, 0.1, 1.0, 0.4, 0.4], HOLES, 2.0) == {0, 3}
-
-
-def test_factor_is_the_largest_n_that_satisfies_its_bound():
-    values = [0.05, 0.35, 0.55, 0.72, 0.81, 0.9]
-    for confidence in itertools.product(values, repeat=4):
-        ranked = sorted(confidence, reverse=True)
-        for f in (0.3, 0.75, 1.5):
-            fit = [n for n in range(1, 5) if ranked[n - 1] >= 1 - f / (n + 1)]
-            assert len(rules.factor(confidence, [True] * 4, f)) == max(fit, default=1)
 
 
 def test_entropy_bound_counts_what_was_accepted_before():

@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 def _trace() -> Trace:
     """Two rows of three positions; the first writes position 1, then 0, then 1 again."""
     records = start_records(np.zeros((2, 3), np.int32), 4)
-    tokens, is_written = np.array(records.tokens_BSL), np.array(records.is_written_BSL)
+    tokens, is_written = np.array(records["tokens"]), np.array(records["is_written"])
     logprobs, entropy = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, np.float32)
     for step, place in ((0, 1), (1, 0), (2, 1)):
         tokens[0, step, place], is_written[0, step, place] = 5, True

@@ -169,13 +169,3 @@ def test_rule_commits_exactly_its_quota_of_holes(order, quota):
     chosen, count = map(np.asarray, choose(context))
     assert not (chosen & ~is_hole_BL).any()
     assert chosen.sum(1).tolist() == count.tolist()
-
-
-@pytest.mark.parametrize("name", COMMIT_RULES)
-def test_a_subclass_of_any_rule_that_reads_a_head_has_no_cache(name):
-    class OfAHead(COMMIT_RULES[name]):
-        needs = ("head:critic",)
-
-    OfAHead.check(SamplingParams())
-    with pytest.raises(ValueError, match="cache='exact' is not supported with order="):
-        OfAHead.check(SamplingParams(cache="exact"))
