@@ -7,6 +7,7 @@ host. The cuts are exact and computed without sorting the vocabulary (see `_sear
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,11 +19,16 @@ from jax import Array
 
 from dlm_jax.randomness import salted
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.transforms import resident
 from dlm_jax.sampling.transforms.transform import At, Pointwise, is_greedy, is_steered
 from dlm_jax.sampling.vocab import ordered
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 
-Elementwise = Callable[[Array], Array]
+Elementwise = Callable[..., Array]
+Term = Callable[[list[Array], Array], Array]
+
+PASSES = "passes"
+"""Scope of the loop over the passes of a search, for estimates of its cost."""
 
 _FEW = 128
 _WIDE = 64.0
@@ -34,6 +40,7 @@ def keep_prefix(
     *,
     value: Elementwise,
     weight: Elementwise | None,
+    columns: Sequence[Array] = (),
     top_N: Array,
     mass_N: Array,
     count_N: Array,
@@ -42,23 +49,39 @@ def keep_prefix(
 
     Args:
       logits_NV: float32.
-      value: elementwise function of logits by which tokens are ordered, largest first; -inf for
-        non-candidates.
-      weight: elementwise mass of a logit, at least 0; None for a mass of 1.
+      value: elementwise function of logits and `columns` by which tokens are ordered, largest
+        first; -inf for non-candidates.
+      weight: elementwise mass of a logit, at least 0, with the same arguments; None for a mass of
+        1.
+      columns: float32 arrays `[N]`, which the functions get as `[N, 1]`.
       top_N: float32 upper bound on all values.
       mass_N: strict upper bound on the mass before a kept token.
       count_N: float32, number of tokens to keep regardless of mass, at least 1.
     """
     # Sorts and searches have no derivative. Denormals equal 0 in some comparisons on CPU only.
-    seen_NV = vocab.flushed(jax.lax.stop_gradient(logits_NV))
+    fixed_NV = jax.lax.stop_gradient(logits_NV)
+    seen_NV = vocab.flushed(fixed_NV)
+    columns_N1 = [column_N[:, None] for column_N in columns]
+    value_NV = value(seen_NV, *columns_N1)
     if logits_NV.shape[1] <= _FEW:
-        weight_NV = jnp.ones_like(seen_NV) if weight is None else weight(seen_NV)
-        mass_NV, num_NV = _before_each(value(seen_NV), weight_NV)
+        weight_NV = jnp.ones_like(seen_NV) if weight is None else weight(seen_NV, *columns_N1)
+        mass_NV, num_NV = _before_each(value_NV, weight_NV)
         is_kept_NV = (mass_NV < mass_N[:, None]) | (num_NV < count_N[:, None])
+        return jnp.where(is_kept_NV, logits_NV, -jnp.inf)
+    values = (value,) if weight is None else (value, weight)
+    limits = jax.lax.stop_gradient((top_N, mass_N, count_N))
+    search = functools.partial(_search, logits_NV.shape[1], len(values))
+    if resident.runs_here(logits_NV.shape[1]):
+        cut_N, last_id_N = resident.search(search, limits, values, columns, fixed_NV)
     else:
-        cut_N, last_id_N = _search(seen_NV, value, weight, top_N, mass_N, count_N)
-        is_kept_NV = _is_up_to(value(seen_NV), cut_N, last_id_N)
-    return jnp.where(is_kept_NV, logits_NV, -jnp.inf)
+
+        def of_values(term: Term) -> Callable[[Array, Array], Array]:
+            return lambda block, ids: term([fn(block, *columns_N1) for fn in values], ids)
+
+        cut_N, last_id_N = search(
+            lambda *terms: vocab.sums(seen_NV, *map(of_values, terms)), *limits
+        )
+    return jnp.where(_is_up_to(value_NV, cut_N, last_id_N), logits_NV, -jnp.inf)
 
 
 def _is_up_to(value_NV: Array, cut_N: Array, last_id_N: Array) -> Array:
@@ -100,9 +123,9 @@ class _Bracket(NamedTuple):
 
 
 def _search(
-    logits_NV: Array,
-    value: Elementwise,
-    weight: Elementwise | None,
+    num_logits: int,
+    num_values: int,
+    sums: Callable[..., tuple[Array, ...]],
     top_N: Array,
     mass_N: Array,
     count_N: Array,
@@ -110,9 +133,10 @@ def _search(
     """Value at which the prefix ends, and the last id kept among ids with this value.
 
     A bracket around the value is narrowed until it contains a single token, or tokens with equal
-    values. Testing a bound takes one pass over the vocabulary, and about fifteen passes suffice.
+    values. Testing a bound takes one pass over the vocabulary, and about twenty passes suffice.
+    A pass `sums(*terms)` gives each term the values and, if `num_values` is 2, weights of a block.
     """
-    V = logits_NV.shape[1]
+    V = num_logits
     all_key = ordered(jnp.float32(-jnp.inf))
     zero_N = jnp.zeros(count_N.shape, jnp.float32)
     start = _Bracket(
@@ -129,10 +153,14 @@ def _search(
     def narrow(s: _Bracket) -> _Bracket:
         key_N = _next_bound(s)
         bound_N1 = _float(key_N)[:, None]
-        terms = [lambda block, _: jnp.where(value(block) > bound_N1, 1.0, 0.0)]
-        if (of := weight) is not None:
-            terms.append(lambda block, _: jnp.where(value(block) > bound_N1, of(block), 0.0))
-        above = vocab.sums(logits_NV, *terms)
+
+        def count(block: list[Array], ids: Array) -> Array:
+            return jnp.where(block[0] > bound_N1, 1.0, 0.0)
+
+        def mass(block: list[Array], ids: Array) -> Array:
+            return jnp.where(block[0] > bound_N1, block[1], 0.0)
+
+        above = sums(*(count, mass)[:num_values])
         count_above_N, mass_above_N = above[0], above[-1]
         is_inside_N = (mass_above_N < mass_N) | (count_above_N < count_N)
         lifts_N, lowers_N = s.is_open() & ~is_inside_N, s.is_open() & is_inside_N
@@ -146,7 +174,8 @@ def _search(
             s.turn + 1,
         )
 
-    s = jax.lax.while_loop(lambda s: s.is_open().any(), narrow, start)
+    with jax.named_scope(PASSES):
+        s = jax.lax.while_loop(lambda s: s.is_open().any(), narrow, start)
     ties_N = s.count_low_N - s.count_high_N
     weight_N = (s.mass_low_N - s.mass_high_N) / jnp.maximum(ties_N, 1.0)
     by_mass_N = jnp.ceil((mass_N - s.mass_high_N) / jnp.where(weight_N > 0, weight_N, 1.0))
@@ -163,11 +192,11 @@ def _search(
             low_N, high_N = bounds
             last_N = (low_N + high_N) // 2
 
-            def is_before(block: Array, ids_1C: Array) -> Array:
-                is_tie_NC = (value(block) == value_N[:, None]) & (ids_1C <= last_N[:, None])
+            def is_before(block: list[Array], ids: Array) -> Array:
+                is_tie_NC = (block[0] == value_N[:, None]) & (ids <= last_N[:, None])
                 return jnp.where(is_tie_NC, 1.0, 0.0)
 
-            is_enough_N = vocab.sums(logits_NV, is_before)[0] >= num_N
+            is_enough_N = sums(is_before)[0] >= num_N
             return jnp.where(is_enough_N, low_N, last_N), jnp.where(is_enough_N, last_N, high_N)
 
         ends = jnp.full(value_N.shape, -1, jnp.int32), jnp.full(value_N.shape, V - 1, jnp.int32)
@@ -186,7 +215,10 @@ def _next_bound(s: _Bracket) -> Array:
     """
     low_N, high_N = _float(s.low_N), _float(s.high_N)
     middle_N = jnp.where(high_N - low_N < _WIDE, 0.5 * (low_N + high_N), high_N - 0.25 * _WIDE)
-    middle_N = jnp.clip(ordered(middle_N), s.low_N + 1, s.high_N - 1)
+    middle_N, first_N, last_N = ordered(middle_N), s.low_N + 1, s.high_N - 1
+    # TPU kernels compare unsigned numbers, but have no minimum or maximum of them.
+    middle_N = jnp.where(middle_N < first_N, first_N, middle_N)
+    middle_N = jnp.where(middle_N > last_N, last_N, middle_N)
     half_N = s.low_N + ((s.high_N - s.low_N) >> 1)
     return jnp.where(s.turn % 4 == 3, half_N, middle_N)
 
@@ -317,8 +349,9 @@ class TopP(Truncation):
         max_N, weight_NC = vocab.exp_columns(jax.lax.stop_gradient(logits_NV))
         return keep_prefix(
             logits_NV,
-            value=lambda block: block,
-            weight=lambda block: jnp.exp(block - max_N[:, None]),
+            value=lambda block, max_N1: block,
+            weight=lambda block, max_N1: jnp.exp(block - max_N1),
+            columns=(max_N,),
             top_N=max_N,
             mass_N=p_N * weight_NC.sum(-1),
             count_N=self.min_count(logits_NV.shape[1], at),
@@ -351,16 +384,17 @@ class TypicalP(Truncation):
         log_total_N = jnp.log(weight_NC.sum(-1))
         _, entropy_N = vocab.count_and_entropy(seen_NV)
 
-        def logprob(block: Array) -> Array:
-            return block - max_N[:, None] - log_total_N[:, None]
+        def logprob(block: Array, max_N1: Array, log_total_N1: Array, _: Array) -> Array:
+            return block - max_N1 - log_total_N1
 
-        def typicality(block: Array) -> Array:
-            return -jnp.abs(logprob(block) + entropy_N[:, None])
+        def typicality(block: Array, *columns: Array) -> Array:
+            return -jnp.abs(logprob(block, *columns) + columns[-1])
 
         return keep_prefix(
             logits_NV,
             value=typicality,
-            weight=lambda block: jnp.exp(logprob(block)),
+            weight=lambda block, *columns: jnp.exp(logprob(block, *columns)),
+            columns=(max_N, log_total_N, entropy_N),
             top_N=jnp.zeros_like(max_N),
             # A token is kept if the mass before it is <= q, not < q.
             mass_N=jnp.nextafter(self.p_B[at.row_N], jnp.inf),
