@@ -94,13 +94,19 @@ def write_config(config: Config, out_dir: Path) -> None:
 
     Resumed runs instead read the config from the checkpoints, which have checksums.
     """
-    if not _has_config(config, out_dir):
-        write_whole(out_dir / CONFIG, configs.to_toml(config, header=_HEADER).encode())
+    content, path = configs.to_toml(config, header=_HEADER).encode(), out_dir / CONFIG
+    if not path.is_file() or path.read_bytes() != content:
+        write_whole(path, content)
 
 
 def _has_config(config: Config, out_dir: Path) -> bool:
-    content, path = configs.to_toml(config, header=_HEADER).encode(), out_dir / CONFIG
-    return path.is_file() and path.read_bytes() == content
+    """Whether the directory has this config, except for keys that a resumed run may change."""
+    try:
+        saved = configs.load(str(out_dir / CONFIG))
+    except ValueError:
+        return False
+    here, there = (configs.flat(configs.to_dict(one)) for one in (config, saved))
+    return all(here[key] == there[key] for key in here if key not in FREE)
 
 
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -225,11 +231,15 @@ class Best:
                 return
             raise ValueError(f"{error}; or move {checkpoints.directory} elsewhere") from None
         if there.get("run") != meta["run"]:
-            if not is_new or there["config"] != json.loads(json.dumps(meta["config"])):
+            try:
+                if not is_new:
+                    raise ValueError("a run with checkpoints has its own best model")
+                check_same_run(meta, there)
+            except ValueError:
                 raise ValueError(
                     f"{checkpoints.directory} has the best model of another run; move the "
                     "directory elsewhere, or use another train.out_dir"
-                )
+                ) from None
             self._is_stale = True
         elif there["best"]["measured_on"] == self._measured_on:
             self.figure = there["best"]["figure"]
