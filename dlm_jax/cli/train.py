@@ -167,7 +167,8 @@ def finish(outcome: Outcome) -> int:
         say(f"interrupted: saved at step {outcome.step}; the same command resumes the run")
         return 128 + outcome.signal_number
     place = run.config.train.checkpoint_dir or run.out_dir
-    say(f"finished: {run.out_dir} holds {METRICS}; {place} holds checkpoints")
+    elsewhere = "" if str(place) == str(run.out_dir) else f", checkpoints in {place}"
+    say(f"finished: the run is in {run.out_dir}{elsewhere}")
     say(f"sample more with: python sample.py --checkpoint {place}")
     if texts := _texts(run, outcome.state, num_samples=NUM_SAMPLES):
         emit("\n---\n".join(texts))
