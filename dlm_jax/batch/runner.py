@@ -262,6 +262,8 @@ def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -
         return own
     settings = configs.layered(common, own)
     length = settings.get("gen_length") or settings.get("max_length") or model.max_length
+    if type(length) is not int:
+        return own | {"structure": pattern}  # its own check refuses the length
     needed = structured(model, settings, length)
     return (
         {name: needed[name] for name in needed if name not in common} | own | {"structure": pattern}

@@ -216,6 +216,8 @@ def _defaults(
             raise ValueError(
                 f"--default {text}: {name!r} is not a setting; {nearest(name, table.settings)}"
             )
+        if name in own:
+            raise ValueError(f"--default {text}: {name} is given twice; remove one")
         own[name] = value
     settings = settings | ({"rules": list(rules)} if rules else {})
     if not own:

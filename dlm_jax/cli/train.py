@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plot_help = f"draw {PICTURE} of the run in this directory, which may still train, and exit"
     add("--plot", metavar="RUN", help=plot_help)
     dry_help = (
-        "compile the training step and print its mesh, sharding, memory and FLOPs; nothing is run "
-        "or written"
+        "compile the training step and print its mesh, memory and FLOPs; nothing is run or written"
     )
     add("--dry-run", action="store_true", help=dry_help)
     place_help = "with --dry-run: TPU topology to compile for, such as v5e:4x4 or v5p:8x8x8"

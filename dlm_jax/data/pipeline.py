@@ -289,10 +289,13 @@ def _in_order(
     # compete for the GIL.
     with ThreadPoolExecutor(1) as pool:
         ahead = deque(pool.submit(read, step + number) for number in range(prefetch))
-        for later in itertools.count(step + prefetch):
-            batch = ahead.popleft().result()
-            ahead.append(pool.submit(read, later))
-            yield batch
+        try:
+            for later in itertools.count(step + prefetch):
+                batch = ahead.popleft().result()
+                ahead.append(pool.submit(read, later))
+                yield batch
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def validation_windows(

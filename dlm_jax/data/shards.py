@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
@@ -180,6 +181,8 @@ class TokenShards:
             # The first record is the header.
             parts = self._reader(shard).read(record + 1, last + 2)
         except (RuntimeError, IndexError, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise  # the disk of copies is full
             raise DamagedShard(
                 f"{self.paths[shard]} is damaged at record {record + 1} ({said(error)}); copy it "
                 "again"

@@ -297,7 +297,8 @@ def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
     else:
         source = _optional(directory / "tokenizer_config.json").get("chat_template")
     if isinstance(source, list):
-        source = {one["name"]: one["template"] for one in source}.get("default")
+        named = [one for one in source if isinstance(one, dict)]
+        source = {one.get("name"): one.get("template") for one in named}.get("default")
     return ChatTemplate(source, tokenizer) if isinstance(source, str) else None
 
 

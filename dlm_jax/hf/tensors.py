@@ -62,9 +62,12 @@ class Shards:
     """
 
     def __init__(self, directory: Path, name_of: Callable[[str], str] = str):
-        files = {SINGLE}
+        files, where = {SINGLE}, None
         if (directory / INDEX).exists():
-            files = set(map(str, (read_json(directory / INDEX).get("weight_map") or {}).values()))
+            where = read_json(directory / INDEX).get("weight_map")
+            if not isinstance(where, dict) or not where:
+                raise ValueError(f"{directory / INDEX} has no weight_map; download it again")
+            files = set(map(str, where.values()))
         elif not (directory / SINGLE).exists():
             raise ValueError(
                 f"{directory} has neither {SINGLE} nor {INDEX}; use a directory with safetensors "
@@ -78,6 +81,11 @@ class Shards:
                     "this directory"
                 )
             for name, entry in _header(directory / file).items():
+                if where is not None and where.get(name) != file:
+                    raise ValueError(
+                        f"{directory / file} has the tensor {name!r}, which {INDEX} does not list "
+                        "there; download both again"
+                    )
                 if usual := name_of(name):
                     self.entries[usual] = entry
 
@@ -255,7 +263,8 @@ def write_weights(
             for piece, value in parts[name]:
                 value = np.asarray(value[piece.place] if piece.place else value)
                 tensors[name][piece.part] = value.T if piece.is_transposed else value
-        safetensors.numpy.save_file(tensors, directory / file, {"format": "pt"})
+        # `save_file` would create a file that other users cannot read.
+        (directory / file).write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
         where |= dict.fromkeys(names, file)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}

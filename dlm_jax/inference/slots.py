@@ -30,6 +30,8 @@ from dlm_jax.sampling.rules import ModelFacts, Rules
 from dlm_jax.sampling.state import State
 from dlm_jax.types import Params, Status
 
+_FEW = 4  # traces that are copied one by one
+
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
@@ -384,8 +386,11 @@ class Slots:
             return {}
         whole = trace_of(self.loop.program, state)
         whole = self._local.fetch(whole) if self._local.share[1] > 1 else whole
-        # Only the traces of the ended rows are copied, because most rows still run.
-        return {slot: jax.device_get(whole.rows(np.array([slot]))) for slot in ended}
+        if len(ended) <= _FEW:
+            # Only the traces of the ended rows are copied, because most rows still run.
+            return {slot: jax.device_get(whole.rows(np.array([slot]))) for slot in ended}
+        whole = jax.device_get(whole)
+        return {slot: jax.tree.map(np.copy, whole.rows(slice(slot, slot + 1))) for slot in ended}
 
     def _params_for(self, state: State) -> Params:
         """Returns the parameters for the loop, in the cache layout if the loop has a cache."""

@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 import logging
+import os
 import re
 import signal
 import socket
@@ -33,7 +34,8 @@ T = TypeVar("T")
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 _DEEPEST = 64
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+# Possessive, so that a string without an end takes linear time.
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 _BODY_SECONDS = 30.0
 _BEAT_SECONDS = 15.0
 _EVENTS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
@@ -260,8 +262,14 @@ class Events(Response):
             status = 200
         except ClientDisconnect:
             pass
-        except (ApiError, asyncio.CancelledError) as error:
-            told = error if isinstance(error, ApiError) else stopping()
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, ApiError):
+                told = error
+            elif isinstance(error, asyncio.CancelledError):
+                told = stopping()
+            else:
+                LOGGER.exception("a stream failed")
+                told = ApiError(500, "internal server error; see the log of the server")
             status = told.status
             # Do not wait long for a client that does not read.
             with contextlib.suppress(TimeoutError):
@@ -331,7 +339,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.should_exit = True
         for number in _SIGNALS:  # the default handler also ends a process whose thread is busy
-            signal.signal(number, signal.SIG_DFL)
+            # The kernel ignores the default handler for process 1 of a container.
+            at_once = (lambda sig, _: os._exit(128 + sig)) if os.getpid() == 1 else signal.SIG_DFL
+            signal.signal(number, at_once)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -474,6 +474,12 @@ class Planner:
         prompts = _prompts(asked.prompt)
         if asked.suffix is not None and asked.draft is not None:
             raise refused("suffix and draft cannot be combined; pass only one of them", "suffix")
+        if asked.suffix is not None and asked.stop_token_ids:
+            raise refused(
+                "stop_token_ids has no effect with a suffix; remove one", "stop_token_ids"
+            )
+        if asked.suffix is not None and asked.echo:
+            raise refused("echo has no effect with a suffix; remove one", "echo")
         length = asked.max_tokens
         contents: list[dict[str, Any]] = []
         for prompt in prompts:

@@ -382,7 +382,8 @@ def _both(one: Any, other: Any, where: str) -> Any:
         elif name == "type":
             kinds, allowed = _types(one), _types(other)
             joined[name] = [kind for kind in kinds if kind in allowed]
-            if "integer" in kinds + allowed and "number" in kinds + allowed:
+            numbers = {"integer", "number"}
+            if numbers & {*kinds} and numbers & {*allowed} and "integer" in (*kinds, *allowed):
                 joined[name] = [*dict.fromkeys([*joined[name], "integer"])]
             if not joined[name]:
                 return False

@@ -60,14 +60,16 @@ def parsed(pattern: str) -> Tree:
     return _without_anchors(found.data)
 
 
-def _without_anchors(tree: Tree) -> Tree:
-    while tree and tree[0][0] is sre.AT and tree[0][1] in _BEGINS:
+def _without_anchors(tree: Tree, begins: bool = True) -> Tree:
+    while begins and tree and tree[0][0] is sre.AT and tree[0][1] in _BEGINS:
         tree = tree[1:]
     while tree and tree[-1][0] is sre.AT and tree[-1][1] in _ENDS:
         tree = tree[:-1]
-    if len(tree) == 1 and tree[0][0] is sre.BRANCH:
-        parts = [_without_anchors(list(part)) for part in tree[0][1][1]]
-        return [(sre.BRANCH, (None, parts))]
+    # The parser puts a common beginning of alternatives before them.
+    if tree and tree[-1][0] is sre.BRANCH:
+        begins = begins and len(tree) == 1
+        parts = [_without_anchors(list(part), begins) for part in tree[-1][1][1]]
+        return [*tree[:-1], (sre.BRANCH, (None, parts))]
     return tree
 
 

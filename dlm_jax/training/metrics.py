@@ -109,7 +109,7 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         # Each line is written together with its newline, so a last line without one is partial.
         *lines, _ = Path(path).read_bytes().split(b"\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     records = []
     for number, line in enumerate(lines, 1):

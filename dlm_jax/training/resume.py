@@ -106,7 +106,9 @@ def _has_config(config: Config, out_dir: Path) -> bool:
     except ValueError:
         return False
     here, there = (configs.flat(configs.to_dict(one)) for one in (config, saved))
-    return all(here[key] == there[key] for key in here if key not in FREE)
+    # A run without checkpoints would read these again.
+    once = {"data.source", "train.init_from", "train.ignore_config"}
+    return all(here[key] == there[key] for key in here if key not in FREE - once)
 
 
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -139,6 +139,9 @@ class StageLoss:
             mean = means[head.metric] = _mean(loss, head.name)
             total = total + (mean if head.weight is None else head.weight_at(step) * mean)
         figures = [pair for loss in losses.values() for pair in loss.figures.items()]
+        names = ["loss", "grad_norm", "param_norm", *means, *(name for name, _ in figures)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"{twice!r} names two metrics; rename the figure or the head")
         return total, {name: _mean(Loss(*figure), name) for name, figure in figures} | means
 
     def metrics(self, means: dict[str, jax.Array], step: jax.Array) -> dict[str, jax.Array]:

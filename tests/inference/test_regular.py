@@ -65,3 +65,16 @@ def test_characters_of_several_bytes_are_letters():
 def test_what_it_does_not_know_is_refused(pattern, told):
     with pytest.raises(ValueError, match=told):
         compile_regex(pattern, most_states=100)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [("^cat$|^car$", {"cat", "car"}), ("cat$|car$", {"cat", "car"}), ("^a$|^b$", {"a", "b"})],
+)
+def test_anchors_of_alternatives_with_a_common_beginning_are_left_out(pattern, texts):
+    automaton = compile_regex(pattern, most_states=100)
+    for text in ("cat", "car", "ca", "cats", "a", "b", ""):
+        state = automaton.start
+        for character in text:
+            state = automaton.after(character, state)
+        assert bool(automaton.is_final_S[state]) == (text in texts)
