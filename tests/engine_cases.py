@@ -68,10 +68,14 @@ class PlainEngine:
 
     def submit(self, wants: int, kind: int) -> int:
         one = Plain(self.count, kind, wants)
-        self.waiting.setdefault(kind, []).append(one)
-        self.running.setdefault(kind, [])
+        waiting = self.waiting.setdefault(kind, [])
+        running = self.running.setdefault(kind, [])
+        # A kind whose requests were all cancelled before they ran is a new kind.
+        if kind in self.order and not running and all(map(self.is_off, waiting)):
+            self.order.remove(kind)
         if kind not in self.order:
             self.order.append(kind)
+        waiting.append(one)
         self.count += 1
         return one.number
 
