@@ -369,16 +369,22 @@ class _OfFile(_Stored):
         would drop without a word.
         """
         if self._may_drop:
-            _refuse_uncovered(text, self._backend.encode(text, add_special_tokens=False).offsets)
+            offsets = self._backend.encode(text, add_special_tokens=False).offsets
+            _refuse_uncovered(text, offsets, self._backend.normalizer)
 
 
-def _refuse_uncovered(text: str, offsets: list[tuple[int, int]]) -> None:
-    """Raises ValueError for the first character, other than white space, that no token covers."""
+def _refuse_uncovered(text: str, offsets: list[tuple[int, int]], normalizer: Any = None) -> None:
+    """Raises ValueError for the first character that no token covers, other than white space and
+    characters that the normalizer removes, such as combining marks.
+    """
     ends = np.array(offsets, np.int64).reshape(-1, 2)
     change = np.bincount(ends[:, 0], minlength=len(text) + 1)
     change -= np.bincount(ends[:, 1], minlength=len(text) + 1)
     for position in np.flatnonzero(np.cumsum(change)[:-1] == 0):
-        if not text[position].isspace():
+        character = text[position]
+        if normalizer is not None:
+            character = normalizer.normalize_str(character)
+        if character.strip():
             _refuse(text, int(position))
 
 
@@ -486,7 +492,7 @@ class SubwordTokenizer(_OfFile):
                 ) from None
             ids = np.array(encoding.ids, np.int32)
             if self._may_drop:
-                _refuse_uncovered(text, encoding.offsets)
+                _refuse_uncovered(text, encoding.offsets, self._backend.normalizer)
             if self._unknown_id is not None and (ids == self._unknown_id).any():
                 _refuse(text, encoding.offsets[int(np.argmax(ids == self._unknown_id))][0])
         for role, name in self._names.items():
