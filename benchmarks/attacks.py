@@ -113,7 +113,7 @@ def flips(folder: Path, count: int, rng: random.Random) -> Found:
 
     def corpus() -> Any:
         corpus = load_corpus(text, seq_len=16, cache_dir=cache)
-        rows = [np.load(part) for part in (corpus.train_rows, corpus.val_rows)]
+        rows = [np.load(str(part)) for part in (corpus.train_rows, corpus.val_rows)]
         return corpus.sha256, rows
 
     corpus()
