@@ -258,6 +258,18 @@ def test_an_index_that_names_another_file_is_refused(tmp_path):
         dlm_jax.load(directory)
     index = directory / "model.safetensors.index.json"
     said = json.loads(index.read_text())
+    said["weight_map"] = {}
+    index.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="has no weight_map"):
+        dlm_jax.load(directory)
+    whole = cases.write(tmp_path / "whole", "dream", num_shards=2)
+    said = json.loads((whole / index.name).read_text())
+    # A tensor of the first file, which the index lists in the second.
+    first, *_, last = sorted(said["weight_map"], key=said["weight_map"].get)
+    moved = {"weight_map": said["weight_map"] | {first: said["weight_map"][last]}}
+    (whole / index.name).write_text(json.dumps(moved))
+    with pytest.raises(ValueError, match="does not list there"):
+        dlm_jax.load(whole)
     said["weight_map"] = dict.fromkeys(said["weight_map"], "../weights.safetensors")
     index.write_text(json.dumps(said))
     with pytest.raises(ValueError, match="weight_map"):

@@ -314,7 +314,8 @@ def test_infills_are_refused_likewise(running, body, param):
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"3", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000,
-     b'{"prompt": ' + b"9" * 5000 + b"}", b'{"prompt": "\\ud800"}'],
+     b'{"prompt": ' + b"9" * 5000 + b"}", b'{"prompt": "\\ud800"}',
+     b'{"prompt": "' + b'\\"' * 100_000],
 )  # fmt: skip
 def test_bodies_that_are_no_request_are_refused(running, body):
     response = post(running, "/v1/completions", body)

@@ -122,7 +122,11 @@ def test_a_run_that_began_anew_and_stopped_before_its_first_best_continues(ours,
 def test_a_new_run_of_another_config_changes_nothing_where_metrics_lie(ours):
     for part in ("checkpoints", "best"):
         shutil.rmtree(ours / part)
-    _refused(ours, r"metrics of run \w+, which has another config; move it", model__width=32)
+    told = r"metrics of run \w+, which has another config; move it"
+    _refused(ours, told, model__width=32)
+    text = ours.parent / "other.txt"
+    text.write_text("Another text that is read from the start. " * 60)
+    _refused(ours, told, data__source=str(text))
 
 
 @pytest.mark.parametrize("kind", ["file", "link to nothing"])

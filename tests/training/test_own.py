@@ -276,6 +276,9 @@ def test_a_loss_is_its_sum_over_its_weight_and_nothing_where_the_weight_is_nothi
 def test_the_figures_of_a_head_are_metrics_beside_its_loss(tmp_path):
     (_, means), _ = _means_of(tmp_path, [_sized_head("half_head", 0.5, hits=(3.0, 4.0))])
     assert float(means["hits"]) == 0.75 and float(means["half"]) == 12.0
+    for name in ("loss", "half"):
+        with pytest.raises(ValueError, match=f"'{name}' names two metrics"):
+            _means_of(tmp_path, [_sized_head("half_head", 0.5, **{name: (3.0, 4.0)})])
 
 
 @pytest.mark.parametrize(
