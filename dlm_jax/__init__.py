@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from dlm_jax.inference.model import load as load
     from dlm_jax.inference.pure import Sampled as Sampled
     from dlm_jax.inference.pure import Sampler as Sampler
-    from dlm_jax.inference.pure import inside as inside
     from dlm_jax.inference.pure import replay as replay
     from dlm_jax.inference.pure import sampler as sampler
     from dlm_jax.inference.request import Request as Request
@@ -87,7 +86,7 @@ _NAMES = {
     "inference.engine": "AsyncEngine Engine",
     "inference.generate": "chain_report generate stream",
     "inference.model": "Model export load",
-    "inference.pure": "Sampled Sampler inside replay sampler",
+    "inference.pure": "Sampled Sampler replay sampler",
     "inference.request": "Request make_requests",
     "inference.results": "Row Texts",
     "inference.scoring": "DecodingRow Score order_logprobs score",

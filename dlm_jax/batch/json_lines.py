@@ -82,11 +82,12 @@ class Line:
         """Index of the line's first row in the file, from 0; blank lines count as rows."""
         return self.number - 1 + self.extra
 
+    def key(self, sample: int) -> Key:
+        return self.id if self.num_samples == 1 else (self.id, sample)
+
     @property
     def keys(self) -> tuple[Key, ...]:
-        if self.num_samples == 1:
-            return (self.id,)
-        return tuple((self.id, sample) for sample in range(self.num_samples))
+        return tuple(map(self.key, range(self.num_samples)))
 
 
 class RequestFile:
@@ -127,21 +128,23 @@ class RequestFile:
 
     def _read(self, raw: bytes, number: int, ids: KeyTable) -> Line:
         """Parses one line. `ids` has the line number of each id, and is updated."""
-        where, id_ = f"{self._path.name} line {number}", f"line {number}"
+        id_ = f"line {number}"
         try:
-            request = _parse(raw)
+            request = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
+            if not isinstance(request, dict):
+                raise ValueError(f'{_show(request)} is not an object; write {{"prompt": ...}}')
             given = request.pop("id", id_)
             if type(given) not in (str, int):
                 raise ValueError(f"id={_show(given)} must be a string or an integer")
-            if isinstance(given, str) and given != id_:
-                given.encode()
-                if re.fullmatch("line [1-9][0-9]*", given):
+            if given != id_:
+                if isinstance(given, str) and re.fullmatch("line [1-9][0-9]*", given):
                     raise ValueError(f"id={_show(given)} is reserved for that line; use another id")
-            if given != id_ and not ids.add(given, (number, 0)):
-                first, _ = ids.place(given) or (0, 0)
-                raise ValueError(
-                    f"id={_show(given)} is already used by line {first}; use unique ids"
-                )
+                str(given).encode()
+                if not ids.add(given, (number, 0)):
+                    first, _ = ids.place(given) or (0, 0)
+                    raise ValueError(
+                        f"id={_show(given)} is already used by line {first}; use unique ids"
+                    )
             id_ = given
             count = request.pop("n", self._num_samples)
             if type(count) is not int or not 1 <= count <= _MOST_SAMPLES:
@@ -149,9 +152,13 @@ class RequestFile:
             for value in request.values():
                 if isinstance(value, str):
                     value.encode()
+        except json.JSONDecodeError as error:
+            why = f"is not JSON: {error.msg} at column {error.colno}; write one object per line"
         except (ValueError, RecursionError) as error:
-            return Line(number, id_, {}, f"{where}: {error}")
-        return Line(number, id_, request, num_samples=count)
+            why = str(error)
+        else:
+            return Line(number, id_, request, num_samples=count)
+        return Line(number, id_, {}, f"{self._path.name} line {number}: {why}")
 
 
 def share(lines: Iterable[Line], index: int, count: int) -> Iterator[Line]:
@@ -176,18 +183,6 @@ def _state_of(file: IO[bytes]) -> tuple[int, int, int]:
     return state.st_ino, state.st_size, state.st_mtime_ns
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        request = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"is not JSON: {error.msg} at column {error.colno}; write one object per line"
-        ) from None
-    if not isinstance(request, dict):
-        raise ValueError(f'{_show(request)} is not an object; write {{"prompt": ...}}')
-    return request
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object with these pairs; ValueError for a duplicate key."""
     settings: dict[str, Any] = {}
@@ -207,12 +202,8 @@ def _show(value: Any) -> str:
 def fingerprint(
     requests: str | os.PathLike[str], *, model: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> str:
-    """A fingerprint (64 hex digits) of requests, model and settings.
-
-    Args:
-      requests: the file of requests; the fingerprint depends on its bytes, not on its name.
-      model: a description of the model as JSON values.
-      settings: everything else that the results depend on; the order does not matter.
+    """A fingerprint (64 hex digits) of the content of a file of requests, of the JSON values that
+    describe the model, and of all settings on which the results depend, in any order.
     """
     described = json.dumps([model, settings], sort_keys=True).encode()
     with _opened(requests) as file:
@@ -244,36 +235,38 @@ class Results:
         plan: Mapping[str, int] | None = None,
     ) -> None:
         """Opens and locks this process's file and removes a partial last line."""
-        self.path = Path(os.path.realpath(path))
         if os.path.exists(path) and not os.path.isfile(path):
             raise ValueError(f"{path} is not a file; choose another --output")
         if not 0 <= index < count:
             raise ValueError(f"index={index} is not a process of count={count}; use 0 to count - 1")
+        self.path = Path(os.path.realpath(path))
         if count > 1:
             self.path = self.path.with_name(f"{self.path.name}.part-{index:02d}-of-{count:02d}")
         self.done, self.plan = KeyTable(), dict(plan or {})
         self._writer: io.FileIO | None = None
-        try:
-            with refused_unless_full(self.path, "choose another --output"):
-                self._writer = _open_locked(self.path)
-                if os.fstat(self._writer.fileno()).st_size:
-                    record = self._record()
-                    if record.get("fingerprint") != fingerprint:
-                        raise ValueError(
-                            f"{self.path} belongs to another run: remove it or choose another "
-                            "--output"
-                        )
-                    self.plan |= record.get("plan", {})
-                end = self._scan()
-                self._writer.truncate(end)
-                if not end:
-                    record = {"fingerprint": fingerprint, "plan": self.plan}
-                    with replacing(self._record_path) as file:
-                        file.write(_line_of(record))
-        except BaseException:
-            if self._writer is not None:
-                self._writer.close()
-            raise
+        record_path = self.path.with_name(f"{self.path.name}.run")
+        with (
+            contextlib.ExitStack() as undo,
+            refused_unless_full(self.path, "choose another --output"),
+        ):
+            writer = undo.enter_context(_open_locked(self.path))
+            if os.fstat(writer.fileno()).st_size:
+                try:
+                    record = json.loads(without_crc(record_path.read_bytes().removesuffix(b"\n")))
+                except (OSError, ValueError):
+                    record = None
+                if not isinstance(record, dict) or record.get("fingerprint") != fingerprint:
+                    raise ValueError(
+                        f"{self.path} belongs to another run: remove it or choose another --output"
+                    )
+                self.plan |= record.get("plan", {})
+            end = self._scan()
+            writer.truncate(end)
+            if not end:
+                with replacing(record_path) as file:
+                    file.write(_line_of({"fingerprint": fingerprint, "plan": self.plan}))
+            undo.pop_all()
+            self._writer = writer
 
     def __enter__(self) -> Results:
         return self
@@ -336,18 +329,6 @@ class Results:
             with writer, refused_unless_full(self.path, "choose another --output"):
                 os.fsync(writer.fileno())
 
-    @property
-    def _record_path(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.run")
-
-    def _record(self) -> dict[str, Any]:
-        """The run record; empty if missing, unreadable or damaged."""
-        try:
-            record = json.loads(without_crc(self._record_path.read_bytes().removesuffix(b"\n")))
-        except (OSError, ValueError):
-            return {}
-        return record if isinstance(record, dict) else {}
-
     def _scan(self) -> int:
         """Adds the keys of the complete lines to `done`, and returns the end of the last one."""
         end = 0
@@ -355,17 +336,17 @@ class Results:
             for number, line in enumerate(handle, 1):
                 if not line.endswith(b"\n"):
                     break
-                where = f"{self.path} line {number}"
+                key, why = None, "is not a result"
                 try:
                     key = result_key(json.loads(without_crc(line[:-1]).decode("utf-8")))
                 except Damaged as error:
-                    raise ValueError(
-                        f"{where} is damaged: {error}; remove that line or the file"
-                    ) from None
+                    why = f"is damaged: {error}"
                 except (ValueError, RecursionError):
-                    key = None
+                    pass
                 if key is None:
-                    raise ValueError(f"{where} is not a result; remove that line or the file")
+                    raise ValueError(
+                        f"{self.path} line {number} {why}; remove that line or the file"
+                    )
                 self.done.add(key, (end, end + len(line)))
                 end += len(line)
         return end

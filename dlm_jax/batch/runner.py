@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -18,11 +17,10 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import TextReader, stops_of
 from dlm_jax.inference.request import (
     Request,
-    chains_in_use,
+    chain_shortener,
     make_requests,
     pattern_of_format,
     structured,
-    with_chain_in_use,
 )
 from dlm_jax.inference.results import Row
 from dlm_jax.sampling.rules import classes_of, with_rules
@@ -33,7 +31,6 @@ READ_AHEAD = 1024
 """Number of rows that are read before the first step, and that may wait for a slot."""
 
 _PYTHON_ONLY = {"rules", "transforms", "commit", "trace", "host_sampler", "read_back"}
-_MOST_SETTINGS = 4096
 
 
 class Sink(Protocol):
@@ -49,9 +46,9 @@ class RunReport(NamedTuple):
     """Statistics of a run.
 
     Attributes:
-      rows: number of rows finished in this run.
-      errors: number of requests that ended in an error in this run.
-      tokens: number of tokens generated in this run, excluding rows with errors.
+      rows: number of finished rows.
+      errors: number of rows that ended in an error.
+      tokens: number of tokens that the finished rows generated.
       programs: canvas and number of slots of each program that ran.
     """
 
@@ -62,11 +59,7 @@ class RunReport(NamedTuple):
 
 
 def describe_model(model: Model) -> dict[str, Any]:
-    """A description that identifies the model in a fingerprint.
-
-    The description covers config, tokenizer, ids, settings, all parameters, and the source of a
-    custom network.
-    """
+    """A description that identifies the model, including all parameters, in a fingerprint."""
     tokenizer = model.tokenizer.to_json()
     network: Any = ""
     if model.is_custom:
@@ -138,33 +131,43 @@ def run_requests(
 
     def requests(engine: Engine) -> Iterator[Request | None]:
         """The rows of this process without a result. None stands for all other rows."""
+        lines_ = accept_lines(model, lines, seed=seed, settings=settings or {})
+        coming = ((one, sample) for one in lines_ for sample in range(one.line.num_samples))
+        # The first rows determine the programs and which parts of the chains are in use.
+        first = list(itertools.islice(coming, read_ahead))
+        known = [one.request for one, _ in first if one.request is not None]
+        shorten = chain_shortener(known)
+        engine.reserve([*map(shorten, known)], is_part=len(first) == read_ahead)
         index, count = engine.share
-        coming = accept_lines(model, lines, seed=seed, settings=settings or {})
-        for one, sample, request in _planned(engine, coming, read_ahead):
-            line = one.line
-            is_done = line.keys[sample] in results.done
-            if line.number % count == index and not is_done and request is not None:
-                accepted[line.first + sample] = one, sample
-                yield request
+        for place, (one, sample) in enumerate(itertools.chain(first, coming)):
+            line, request = one.line, one.request
+            if request is not None:
+                number, own_seed = line.first + sample, request.seed + sample
+                request = replace(shorten(request), seed=own_seed, number=number)
+                if place >= read_ahead:
+                    engine.reserve([request], is_part=True)
+            if line.number % count != index or line.key(sample) in results.done:
+                yield None
                 continue
-            if line.number % count == index and not is_done:
+            if request is None:
                 write(line, sample, {"error": one.error})
-            yield None
+            else:
+                accepted[line.first + sample] = one, sample
+            yield request
 
     with Engine(model, batch_size=batch_size, sizes=[batch_size], max_waiting=read_ahead) as engine:
         if on_start is not None:
             on_start(engine)
-        for ended in engine.turns(requests(engine)):
-            for row in ended:
-                if row.error is not None:
-                    raise row.error
-                one, sample = accepted.pop(row.number)
-                if row.status is Status.NON_FINITE:
-                    why = f"the model's logits are not finite after {row.steps} steps"
-                    error = {"error": f"line {one.line.number}: {why}", "status": "non_finite"}
-                    write(one.line, sample, error)
-                else:
-                    write(one.line, sample, *_result(model, one, row))
+        for row in engine.run(requests(engine)):
+            if row.error is not None:
+                raise row.error
+            one, sample = accepted.pop(row.number)
+            if row.status is Status.NON_FINITE:
+                why = f"the model's logits are not finite after {row.steps} steps"
+                error = {"error": f"line {one.line.number}: {why}", "status": "non_finite"}
+                write(one.line, sample, error)
+            else:
+                write(one.line, sample, *_result(model, one, row))
     return RunReport(rows, errors, tokens, engine.report().programs)
 
 
@@ -192,8 +195,6 @@ def accept_lines(
     declared = with_rules(settings.get("rules")).settings.values()
     lists = {setting.name for setting in declared if setting.is_list}
     for line in lines:
-        if len(known) > _MOST_SETTINGS:
-            known.clear()
         common = dict(settings) | {"seed": (seed + line.first) % 2**32}
         given = dict(line.settings)
         try:
@@ -217,38 +218,6 @@ def accept_lines(
             yield Accepted(line, error=said if where in said else f"{where}: {said}")
 
 
-def _planned(
-    engine: Engine, lines: Iterable[Accepted], read_ahead: int
-) -> Iterator[tuple[Accepted, int, Request | None]]:
-    """Yields each sample with its request, whose program is reserved.
-
-    The first rows determine which parts of the chains are in use. A later row that uses another
-    part keeps the whole chain.
-    """
-    coming = ((line, index) for line in lines for index in range(line.line.num_samples))
-    first = list(itertools.islice(coming, read_ahead))
-    requests = [line.request for line, _ in first if line.request is not None]
-    chains = chains_in_use(requests)
-    # Requests that share a settings object also share the shortened one.
-    shared = functools.lru_cache(_MOST_SETTINGS)(lambda sample: with_chain_in_use(sample, chains))
-
-    def shorten(request: Request) -> Request:
-        # A structure may be a large automaton, which is not cached.
-        short = shared.__wrapped__ if request.sample.structure else shared
-        return replace(request, sample=short(request.sample))
-
-    is_part = len(first) == read_ahead
-    engine.reserve([shorten(request) for request in requests], is_part=is_part)
-    for place, (line, index) in enumerate(itertools.chain(first, coming)):
-        request = line.request
-        if request is not None:
-            number, seed = line.line.first + index, request.seed + index
-            request = replace(shorten(request), seed=seed, number=number)
-            if place >= read_ahead:
-                engine.reserve([request], is_part=True)
-        yield line, index, request
-
-
 def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """The settings of a line with its ``response_format`` or ``structure`` as on the server: as a
     structure, with the defaults that it needs.
@@ -265,9 +234,8 @@ def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -
     if type(length) is not int:
         return own | {"structure": pattern}  # its own check refuses the length
     needed = structured(model, settings, length)
-    return (
-        {name: needed[name] for name in needed if name not in common} | own | {"structure": pattern}
-    )
+    needed = {name: value for name, value in needed.items() if name not in common}
+    return needed | own | {"structure": pattern}
 
 
 def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:

@@ -203,14 +203,14 @@ def _main(argv: Sequence[str], modules: str | None) -> int:
         if args.watch or args.trace is not None:
             result, waited = watched(model, prompt, args, settings, frames)
         else:
-            with Progress("sample", None, "token", is_shown=is_first) as shown:
+            with Progress("sample", None, "step", is_shown=is_first) as shown:
                 result = dlm_jax.generate(
                     model,
                     [prompt],
                     host_sampler=sampler,
                     read_back=args.read_back is not None,
                     max_candidates=args.max_candidates,
-                    on_commits=shown.update,
+                    on_steps=shown.update,
                     **settings,
                 )
     seconds = time.perf_counter() - start - waited

@@ -1,8 +1,6 @@
 """The sampling engine: it accepts requests at any time and yields rows as they end.
 
-Requests that can run in the same program wait in one queue. `Engine.step` runs one queue once, and
-queues take turns. `Engine.run` repeats it until all requests have ended, and `AsyncEngine` repeats
-it in a thread.
+Requests that can run in the same program wait in one queue, and queues take turns.
 """
 
 from __future__ import annotations
@@ -16,24 +14,16 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from dlm_jax.distributed.partitions import OwnRows, num_shares, spans_processes, split_rows
 from dlm_jax.distributed.processes import totals
-from dlm_jax.inference.host import Candidates
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, check_canvas, static_of
 from dlm_jax.inference.results import Row, canvas_size
-from dlm_jax.inference.slots import (
-    Bucket,
-    Entry,
-    Slots,
-    Weights,
-    compiled_loop,
-    slot_count,
-)
+from dlm_jax.inference.slots import Bucket, Entry, Slots, compiled_loop, slot_count
 from dlm_jax.sampling.row import Counters
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
@@ -44,7 +34,7 @@ STEPS_PER_CALL = 8
 _IDLE_SHARE = 16
 _MOST_IDLE_QUEUES = 128
 _SECONDS_PER_CHECK = 0.5
-"""How often an idle `AsyncEngine` checks whether its event loop has ended."""
+"""How often an idle `AsyncEngine` checks whether the process ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,24 +64,15 @@ class Report:
     compiled: tuple[str, ...] = ()
 
 
-class _Work(NamedTuple):
-    """The numbers of waiting and running requests of a queue, and of its slots to be cleared."""
-
-    waiting: int = 0
-    running: int = 0
-    evicted: int = 0
-
-
 class Queue:
     """The requests of one bucket, and the slots in which they run.
 
     Attributes:
       sizes: possible numbers of slots, in ascending order.
       is_reserved: whether requests that fit a shorter canvas run here, too.
-      waiting: the requests that wait, in order.
-      running: running requests by slot.
       evicted: slots of cancelled requests, which are cleared by the next call.
-      totals: work of all processes at the beginning of the last call.
+      num_waiting: number of waiting requests of all processes at the beginning of the last call.
+      num_running: number of running ones.
       slots: the slots; None without running rows.
     """
 
@@ -100,21 +81,11 @@ class Queue:
         self.waiting: deque[Entry] = deque()
         self.running: dict[int, Entry] = {}
         self.evicted: set[int] = set()
-        self.totals = _Work()
+        self.num_waiting = self.num_running = 0
         self.slots: Slots | None = None
 
-    @property
-    def work(self) -> _Work:
-        """The work of this process."""
-        return _Work(len(self.waiting), len(self.running), len(self.evicted))
-
-    def watched(self) -> list[Entry]:
-        return [entry for entry in self.running.values() if entry.is_watched]
-
     def admit(self, num_slots: int) -> dict[int, Entry | None]:
-        """Assigns waiting requests to free slots. Returns the changed slots with their new
-        requests; None marks a slot that becomes free.
-        """
+        """Moves waiting requests to free slots. Returns the changed slots, with None if free."""
         changes: dict[int, Entry | None] = dict.fromkeys(self.evicted)
         self.evicted.clear()
         for slot in range(num_slots):
@@ -182,7 +153,6 @@ class Engine:
         self.model, self._rows = model, split_rows(model.params)
         self.share = OwnRows(self._rows, num_shares(self._rows)).share
         self._is_together = spans_processes(self._rows)
-        self._weights = Weights(model.params)
         self._batch_size, self.sizes = batch_size, sorted(sizes)
         self._canvases = None if canvases is None else sorted(canvases)
         self._max_waiting, self._max_candidates = max_waiting, max_candidates
@@ -257,9 +227,10 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Number of waiting requests; with several processes, that before the last step."""
-        if self._is_together:
-            return sum(queue.totals.waiting for queue in self.queues)
-        return sum(len(queue.waiting) for queue in self.queues)
+        with self._lock:
+            if self._is_together:
+                return sum(queue.num_waiting for queue in self._queues)
+            return sum(len(queue.waiting) for queue in self._queues)
 
     def reserve(
         self,
@@ -285,12 +256,13 @@ class Engine:
                 canvas = 0 if on_one_canvas else self._canvas(request)
                 groups.setdefault((static_of(request), canvas), []).append(request)
             for (static, canvas), some in groups.items():
+                sizes = [slot_count(len(some), self._batch_size)]
                 if is_part:
-                    near = [b for b in (queue.bucket for queue in self._queues)
-                            if b.static == static and b.canvas == canvas]  # fmt: skip
+                    near = [queue.bucket for queue in self._queues]
+                    near = [b for b in near if b.static == static and b.canvas == canvas]
                     some = [r for r in some if not any(bucket.holds(r) for bucket in near)]
+                    sizes = self.sizes
                 if some:
-                    sizes = self.sizes if is_part else [slot_count(len(some), self._batch_size)]
                     longest = max(request.room for request in some)
                     self._add(some, canvas or canvas_size(longest), sizes, is_reserved=True)
 
@@ -308,9 +280,9 @@ class Engine:
                 return
             known, example = len(loop.steps.compiled), queue.bucket.example
             if example.host_sampler is not None:
-                example = dataclasses.replace(example, host_sampler=_first)
-            slots, running = self._slots(queue.bucket, size), {0: Entry(number=0, request=example)}
-            running[0].slot = 0
+                example = dataclasses.replace(example, host_sampler=lambda seen: int(seen.ids[0]))
+            running = {0: Entry(number=0, request=example, slot=0)}
+            slots = self._slots(queue.bucket, size)
             slots.put(running)
             slots.advance(running, 1)
             slots.put(running)
@@ -323,8 +295,8 @@ class Engine:
         """Returns whether a program in which the request can run has been compiled."""
         with self._lock:
             queue = self._queue_of(request)
-        loops = (compiled_loop(self.model, queue.bucket, size) for size in queue.sizes)
-        return any(loop.steps.has_run for loop in loops)
+        model, bucket = self.model, queue.bucket
+        return any(compiled_loop(model, bucket, size).steps.has_run for size in queue.sizes)
 
     def submit(self, request: Request, *, is_watched: bool = False) -> int:
         """Queues a request for a slot and returns its number. An error does not affect other
@@ -349,7 +321,7 @@ class Engine:
             queue = self._queue_of(request)
             entry = Entry(number=number, request=request, queue=queue, is_watched=is_watched)
             self._entries[number], self._next_number = entry, number + 1
-            if not any(queue.work) and not self._is_together:
+            if not (queue.waiting or queue.running or self._is_together):
                 self._queues.remove(queue)
                 self._queues.append(queue)
             queue.waiting.append(entry)
@@ -358,8 +330,11 @@ class Engine:
     def cancel(self, number: int) -> None:
         """Cancels a request: the next `step` returns its current state with `Status.CANCELLED`.
 
-        A request that ends during a running call to `step` is returned as finished.
+        A request that ends during a running call to `step` is returned as finished. Engines of
+        several processes cancel no requests.
         """
+        if self._is_together:
+            raise ValueError("engines of several processes cannot cancel requests; use one process")
         with self._lock:
             self._check_open()
             entry = self._entries.get(number)
@@ -382,93 +357,104 @@ class Engine:
         """
         if num_steps is not None and num_steps < 0:
             raise SettingError("num_steps", num_steps, "must be at least 0")
-        ended = self._evict_cancelled()
-        queue, shown = self._next_queue(), []
-        if queue is not None:
-            before = len(ended)
-            try:
-                shown = self._run_queue(queue, num_steps, ended)
-            except Exception as error:
-                if not queue.running and len(ended) == before:
-                    raise
-                ended += [self._unstarted(e, Status.FAILED, error) for e in queue.running.values()]
-                queue.running.clear()
-        rows = [row.upto_eos(self.model.eos_ids) for row in ended]
-        with self._lock:
-            for row in rows:
-                del self._entries[row.number]
-            if not self._is_together:
-                self._agree()
-        return rows + shown
-
-    def _evict_cancelled(self) -> list[Row]:
-        """Frees the slots of cancelled requests and returns their rows."""
         with self._lock:
             self._check_open()
             cancelled, self._cancelled = self._cancelled, []
-        rows = []
-        for entry in cancelled:
-            if entry.number not in self._entries:
-                continue  # its row ended in the running call
-            if entry.slot is None:
-                rows.append(self._unstarted(entry, Status.CANCELLED))
-                continue
-            (row,) = entry.queue.slots.rows([entry])
-            # The loop has not run since the canvas was shown.
-            origin = None if row.origin is None else np.arange(row.tokens.size, dtype=np.int32)
-            rows.append(dataclasses.replace(row, status=Status.CANCELLED, origin=origin))
-            del entry.queue.running[entry.slot]
-            entry.queue.evicted.add(entry.slot)
-        return rows
-
-    def _next_queue(self) -> Queue | None:
-        """Returns the next queue with work in any process."""
+        # A row may have ended in the call during which it was cancelled.
+        ended = [self._evict(entry) for entry in cancelled if entry.number in self._entries]
         with self._lock:
             self._agree()
-            for place, queue in enumerate(self._queues):
-                if any(queue.totals):
-                    self._queues = self._queues[place + 1 :] + self._queues[: place + 1]
-                    return queue
-        return None
+            queue = next((q for q in self._queues if q.num_waiting or q.num_running), None)
+            if queue is not None:
+                place = self._queues.index(queue) + 1
+                self._queues = self._queues[place:] + self._queues[:place]
+        shown: list[Row] = []
+        if queue is not None:
+            try:
+                rows, shown = self._run_queue(queue, num_steps)
+            except Exception as error:
+                if not queue.running:
+                    raise
+                rows = [self._unstarted(e, Status.FAILED, error) for e in queue.running.values()]
+                queue.running.clear()
+            ended += rows
+        with self._lock:
+            for row in ended:
+                del self._entries[row.number]
+            if not self._is_together:
+                self._agree()
+        return [row.upto_eos(self.model.eos_ids) for row in ended] + shown
+
+    def _evict(self, entry: Entry) -> Row:
+        """Frees the slot of a cancelled request and returns its row."""
+        if entry.slot is None:
+            return self._unstarted(entry, Status.CANCELLED)
+        (row,) = entry.queue.slots.rows([entry])
+        del entry.queue.running[entry.slot]
+        entry.queue.evicted.add(entry.slot)
+        return dataclasses.replace(row, status=Status.CANCELLED)
 
     def _agree(self) -> None:
-        """Sums the work in each queue over all processes, and releases slots without rows."""
-        counts = np.array([queue.work for queue in self._queues], np.int32).reshape(-1, 3)
+        """Counts the requests of each queue in all processes, and releases slots without rows."""
+        counts = [(len(queue.waiting), len(queue.running)) for queue in self._queues]
         if self._is_together:
-            counts = totals(counts.reshape(-1), self.share).reshape(counts.shape)
-        for queue, work in zip(self._queues, counts.tolist(), strict=True):
-            queue.totals = _Work(*work)
-            if not queue.totals.running:
-                queue.slots, queue.totals = None, queue.totals._replace(evicted=0)
+            flat = np.array(counts, np.int32).reshape(-1)
+            counts = totals(flat, self.share).reshape(-1, 2).tolist()
+        for queue, (queue.num_waiting, queue.num_running) in zip(self._queues, counts, strict=True):
+            if not queue.num_running:
+                queue.slots = None
                 queue.evicted.clear()
-        self._is_busy = any(any(queue.totals) for queue in self._queues)
+        self._is_busy = any(map(any, counts))
 
-    def _run_queue(self, queue: Queue, num_steps: int | None, ended: list[Row]) -> list[Row]:
-        """Fills the slots of a queue and runs one call of its loop. Adds the ended rows to `ended`,
-        and returns the watched rows.
+    def _run_queue(self, queue: Queue, num_steps: int | None) -> tuple[list[Row], list[Row]]:
+        """Fills the slots of a queue and runs one call of its loop. Returns the rows that have
+        ended and the watched rows.
         """
         slots = queue.slots = self._fitting(queue)
         with self._lock:
             changes = queue.admit(slots.num_slots // self.share[1])
-        fills = min(queue.totals.waiting, slots.num_slots - queue.totals.running)
-        if changes or fills or queue.totals.evicted:
+        fills = min(queue.num_waiting, slots.num_slots - queue.num_running)
+        if changes or fills:
             slots.put(changes)
         # A watched row is shown before its first step.
         watched = [entry for entry in changes.values() if entry and entry.is_watched]
-        has_rows = queue.running or queue.totals.running + fills
-        if num_steps != 0 and not watched and has_rows:
-            waits = queue.totals.waiting > fills
-            num_steps = num_steps or (1 if queue.watched() else STEPS_PER_CALL)
-            self._advance(queue, slots, num_steps, waits, ended)
-            watched = queue.watched()
-        rows = slots.rows(watched)
-        return [dataclasses.replace(row, status=Status.RUNNING) for row in rows]
+        ended, taken, counted = list[Entry](), 0, Counters()
+        if num_steps != 0 and not watched:
+            if num_steps is None:
+                is_watched = any(entry.is_watched for entry in queue.running.values())
+                num_steps = 1 if is_watched else STEPS_PER_CALL
+            steps, label = slots.loop.steps, _label(slots.num_slots, queue.bucket)
+            if not steps.has_run:
+                self.compiling = label
+                with slots.loop.lock:  # `warm_up` may be compiling it
+                    pass
+            known = len(steps.compiled)
+            waits = queue.num_waiting > fills
+            num_ends = max(1, slots.num_slots // _IDLE_SHARE) if waits else None
+            ended, taken_B, counted = slots.advance(queue.running, num_steps, num_ends)
+            taken, self.compiling = int(taken_B.sum()), ""
+            self._compiled += steps.compiled[known:]
+            self._programs[label] = None
+            watched = [e for e in queue.running.values() if e.is_watched and e not in ended]
+        rows = slots.rows([*ended, *watched])
+        rows, shown = rows[: len(ended)], rows[len(ended) :]
+        for entry in ended:
+            del queue.running[entry.slot]
+        report = self._report
+        self._report = dataclasses.replace(
+            report,
+            rows=report.rows + len(rows),
+            tokens=report.tokens + sum(row.num_generated for row in rows),
+            steps=report.steps + taken,
+            counters=report.counters.plus(counted),
+        )
+        return rows, [dataclasses.replace(row, status=Status.RUNNING) for row in shown]
 
     def _fitting(self, queue: Queue) -> Slots:
         """Returns the slots of a queue, moved to the smallest size that holds its rows. They move
         to a smaller size only if it is compiled.
         """
-        work = queue.totals.waiting + queue.totals.running
+        work = queue.num_waiting + queue.num_running
         size = next((size for size in queue.sizes if size >= work), queue.sizes[-1])
         slots = queue.slots
         if slots is None:
@@ -483,33 +469,6 @@ class Engine:
         queue.evicted.clear()
         return slots.resized(loop, size, moves)
 
-    def _advance(
-        self, queue: Queue, slots: Slots, num_steps: int, waits: bool, ended: list[Row]
-    ) -> None:
-        loop, report = slots.loop, self._report
-        label = _label(slots.num_slots, queue.bucket)
-        if not loop.steps.has_run:
-            self.compiling = label
-            with loop.lock:  # `warm_up` may be compiling it
-                pass
-        known = len(loop.steps.compiled)
-        num_ends = max(1, slots.num_slots // _IDLE_SHARE) if waits else None
-        entries, taken_B, counted = slots.advance(queue.running, num_steps, num_ends)
-        self.compiling = ""
-        self._compiled += loop.steps.compiled[known:]
-        self._programs[label] = None
-        rows = slots.rows(entries)
-        for slot in [slot for slot, entry in queue.running.items() if entry in entries]:
-            del queue.running[slot]
-        ended += rows
-        self._report = dataclasses.replace(
-            report,
-            rows=report.rows + len(rows),
-            tokens=report.tokens + sum(row.num_generated for row in rows),
-            steps=report.steps + int(taken_B.sum()),
-            counters=report.counters.plus(counted),
-        )
-
     def report(self) -> Report:
         with self._lock:
             return dataclasses.replace(
@@ -521,22 +480,12 @@ class Engine:
                 compiled=tuple(self._compiled),
             )
 
-    def num_committed(self) -> int:
-        """Returns the number of tokens that the running rows have written."""
-        return sum(q.slots.num_committed(list(q.running)) for q in self.queues if q.slots)
-
     def close(self) -> None:
         """Closes the engine and drops unfinished requests. A second call has no effect."""
         with self._lock:
             self._is_closed, self._is_busy, self._queues = True, False, []
             self._entries.clear()
             self._cancelled.clear()
-
-    @property
-    def queues(self) -> list[Queue]:
-        """All queues, including those without work."""
-        with self._lock:
-            return list(self._queues)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -551,12 +500,11 @@ class Engine:
                 return queue
         if self._is_together:
             raise ValueError(
-                "an engine on the devices of several processes only runs requests that all "
-                "processes have reserved; call `reserve` first with the same requests in every "
-                "process"
+                "engines of several processes only run requests that all processes have reserved; "
+                "call `reserve` first with the same requests in every process"
             )
         if len(self._queues) >= _MOST_IDLE_QUEUES:
-            self._queues = [q for q in self._queues if q.is_reserved or any(q.work)]
+            self._queues = [q for q in self._queues if q.is_reserved or q.waiting or q.running]
         return self._add([request], canvas, self.sizes)
 
     def _add(
@@ -573,8 +521,7 @@ class Engine:
         bucket = Bucket(requests, self.model.facts, canvas)
         if bucket.static.needs_host and self._is_together:
             raise ValueError(
-                "host samplers and read-back need whole rows in one process; remove them or use "
-                "a single process"
+                "host samplers and read-back need whole rows in one process; remove them"
             )
         shares = 1 if bucket.static.needs_host else num_shares(self._rows)
         rounded = {-(-size // shares) * shares for size in sizes}
@@ -593,12 +540,12 @@ class Engine:
                 return canvas
         raise ValueError(
             f"the request can fill {request.room} positions, but the longest canvas is "
-            f"{self._canvases[-1]}; request fewer tokens or create the engine with a longer canvas"
+            f"{self._canvases[-1]}; use an engine with a longer one"
         )
 
     def _slots(self, bucket: Bucket, size: int) -> Slots:
         loop = compiled_loop(self.model, bucket, size)
-        return Slots(loop, self._weights, bucket, size, max_candidates=self._max_candidates)
+        return Slots(loop, self.model, bucket, size, max_candidates=self._max_candidates)
 
     def _unstarted(self, entry: Entry, status: Status, error: Exception | None = None) -> Row:
         """Returns the row of a request before its first step."""
@@ -621,11 +568,6 @@ class Engine:
 def _label(num_slots: int, bucket: Bucket) -> str:
     """The name of a program for messages."""
     return f"rows={num_slots} canvas={bucket.canvas}{' host' * bucket.static.needs_host}"
-
-
-def _first(candidates: Candidates) -> int:
-    """A host sampler that selects the most likely candidate."""
-    return int(candidates.ids[0])
 
 
 class AsyncEngine:
@@ -660,8 +602,8 @@ class AsyncEngine:
         return self._driver is not None and self._driver.is_alive()
 
     async def __aenter__(self) -> AsyncEngine:
-        arguments = asyncio.get_running_loop(), threading.current_thread()
-        self._driver = threading.Thread(target=self._run, args=arguments, name="engine")
+        loop = asyncio.get_running_loop()
+        self._driver = threading.Thread(target=self._run, args=[loop], name="engine")
         self._driver.start()
         return self
 
@@ -688,10 +630,10 @@ class AsyncEngine:
         self._work.set()
         try:
             if self._driver is not None:
-                await asyncio.shield(asyncio.to_thread(self._driver.join))
+                await asyncio.to_thread(self._driver.join)
         finally:
             if self._driver is not None:
-                await asyncio.to_thread(self._driver.join)  # also if the caller is cancelled
+                self._driver.join()  # also if the caller is cancelled
             self.engine.close()
             self._fail(ValueError("the engine is closed; create a new one"))
         if self._error is not None:
@@ -722,18 +664,15 @@ class AsyncEngine:
                     engine.cancel(number)
                 self._work.set()
 
-    def _run(self, loop: asyncio.AbstractEventLoop, owner: threading.Thread) -> None:
-        """Runs the engine and passes rows to their callers, until the engine is closed or the event
-        loop, which runs in the thread `owner`, has ended or ends with the process.
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Runs the engine and passes rows to their callers, until the engine is closed or the
+        process ends.
         """
-        main = threading.main_thread()
         try:
-            while True:
-                is_alive = main.is_alive() or (loop.is_running() and not owner.daemon)
-                if loop.is_closed() or not is_alive:
-                    self._is_closing = True
-                is_idle = not self.engine.is_busy and not self._is_closing
-                if is_idle and not self._work.wait(_SECONDS_PER_CHECK):
+            while not self._is_closing:
+                if not (self.engine.is_busy or self._work.wait(_SECONDS_PER_CHECK)):
+                    if not (threading.main_thread().is_alive() or loop.is_running()):
+                        return
                     continue
                 # What was submitted before the event was set is seen by the next step, and an event
                 # that is set from here on ends the next wait.

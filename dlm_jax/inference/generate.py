@@ -36,7 +36,7 @@ def generate(
     read_back: bool = False,
     trace: bool = False,
     max_candidates: int = 64,
-    on_commits: Callable[[int], Any] | None = None,
+    on_steps: Callable[[int], Any] | None = None,
     **settings: Any,
 ) -> Texts:
     """Generates `num_samples` continuations of each prompt.
@@ -66,7 +66,7 @@ def generate(
         program.
       max_candidates: maximum number of candidates per position for host samplers and
         read-back.
-      on_commits: called with the number of tokens written since the last call.
+      on_steps: called with the number of steps, summed over the rows, since the last call.
       **settings: fields of `SamplingParams` for all rows (``temperature=0.7``, ``top_k=40``,
         ``steps=64``, ``order="low_confidence"``, ...), or rule objects, whose fields contain one
         value for all rows or one per row (``commit=Threshold(0.9)``,
@@ -83,7 +83,7 @@ def generate(
     common |= {"host_sampler": host_sampler, "read_back": read_back, "trace": trace}
     requests = all_requests(model, prompts, num_samples, common)
     rows: dict[int, Row] = {}
-    reported = ended = 0
+    taken = 0
     with Engine(
         model, batch_size=batch_size, max_candidates=max_candidates, max_waiting=None
     ) as engine:
@@ -96,12 +96,9 @@ def generate(
                 if row.error is not None:
                     raise row.error
                 rows[row.number] = row
-            if on_commits is not None:
-                ended += sum(row.num_generated for row in finished)
-                now = ended + engine.num_committed()
-                # Remasking reduces the count, but a progress bar must not move backwards.
-                on_commits(max(0, now - reported))
-                reported = max(now, reported)
+            if on_steps is not None:
+                before, taken = taken, engine.report().steps
+                on_steps(taken - before)
         programs = engine.report().compiled
     if count > 1:
         rows = {place: row for some in gathered(rows) for place, row in some.items()}
@@ -133,20 +130,18 @@ def stream(
         )
     common = {"seed": seed, "max_length": max_length} | settings
     requests = all_requests(model, prompts, num_samples, common)
-    return _canvases(model, requests, every, batch_size)
 
+    def canvases() -> Iterator[dict[int, Row]]:
+        with Engine(model, batch_size=batch_size, max_waiting=None) as engine:
+            engine.reserve(requests, on_one_canvas=True)
+            for rows in engine.turns(requests, num_steps=every, is_watched=True):
+                for row in rows:
+                    if row.error is not None:
+                        raise row.error
+                if rows:
+                    yield {row.number: row for row in rows}
 
-def _canvases(
-    model: Model, requests: Sequence[Request], every: int, batch_size: int
-) -> Iterator[dict[int, Row]]:
-    with Engine(model, batch_size=batch_size, max_waiting=None) as engine:
-        engine.reserve(requests, on_one_canvas=True)
-        for rows in engine.turns(requests, num_steps=every, is_watched=True):
-            for row in rows:
-                if row.error is not None:
-                    raise row.error
-            if rows:
-                yield {row.number: row for row in rows}
+    return canvases()  # the arguments have been checked before the first canvas
 
 
 def all_requests(
@@ -170,14 +165,9 @@ def all_requests(
             if len(prompts) == 1:
                 raise
             raise ValueError(f"prompt {index}: {error}") from None
-    traced = [request for request in requests if request.trace]
-    if len(set(map(static_of, traced))) > 1:
-        raise SettingError(
-            "trace",
-            True,
-            "requires rows that run in one program, but these differ in static settings",
-            "sample them in several calls",
-        )
+    if len({static_of(request) for request in requests if request.trace}) > 1:
+        why = "requires rows that run in one program, but these differ in static settings"
+        raise SettingError("trace", True, why, "sample them in several calls")
     if not requests:
         raise ValueError("there is nothing to generate; pass at least one prompt")
     return only_chains_in_use(requests)
@@ -186,15 +176,13 @@ def all_requests(
 def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **settings: Any) -> str:
     """Lists the parts of a chain and where each runs (device or host), one line per part.
 
-    Args:
-      model: the model, whose recommended settings are the defaults.
-      host_sampler: host sampler of the row, if any.
-      **settings: as for `generate`.
+    The arguments are those of `generate`.
     """
     sample = settings_of_call(model, settings)
     chain = sample.table.pack_chain([sample], model.facts)
     lines = [f"{name}: device" for name in dict.fromkeys(chain.names)]
-    if host_sampler is None:
-        return "\n".join([*lines, "draw: device"])
-    name = getattr(host_sampler, "__name__", type(host_sampler).__name__)
-    return "\n".join([*lines, f"choice among the remaining candidates: host ({name})"])
+    last = "draw: device"
+    if host_sampler is not None:
+        name = getattr(host_sampler, "__name__", type(host_sampler).__name__)
+        last = f"choice among the remaining candidates: host ({name})"
+    return "\n".join([*lines, last])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -71,19 +70,15 @@ class Candidates(NamedTuple):
 
     def choose(self, is_allowed: Sequence[bool] | np.ndarray) -> int:
         """Returns one of the allowed ids: the most likely one for a greedy row, otherwise a random
-        one.
-
-        The random id is drawn with `uniform` in proportion to the probabilities. The same seed
-        therefore produces the same row, independently of other rows.
+        one, drawn with `uniform` in proportion to the probabilities.
         """
         (places,) = np.nonzero(np.asarray(is_allowed, bool))
         if not places.size:
-            shown = f"none of the {self.ids.size} candidates is allowed"
-            remedy = "allow more, or truncate less"
-            if self.num_survivors > self.ids.size:
-                shown += f", of {self.num_survivors} that survived"
-                remedy = f"raise max_candidates above {self.ids.size}"
-            raise ValueError(f"row {self.row}: {shown} at position {self.index}; {remedy}")
+            raise ValueError(
+                f"row {self.row}: none of the {self.ids.size} candidates is allowed at position "
+                f"{self.index}, of {self.num_survivors} that survived; allow more, truncate less, "
+                f"or raise max_candidates"
+            )
         if self.is_greedy:
             return int(self.ids[places[0]])
         logprobs = self.logprobs[places].astype(np.float64)
@@ -150,10 +145,7 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"{where} failed {at}: {why}") from error
-    try:
-        is_id = not isinstance(token, bool) and operator.index(token) is not None
-    except TypeError:
-        is_id = False
+    is_id = hasattr(token, "__index__") and not isinstance(token, bool)
     (places,) = np.nonzero(candidates.ids == int(token)) if is_id else ([],)
     if not len(places):
         raise ValueError(
@@ -164,9 +156,7 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
 
 
 def shown(value: object) -> str:
-    """Formats a user value for an error message. Numbers and strings are shown, and other values
-    are replaced by their type.
-    """
+    """Formats a user value for an error message: a number or a string, or the type of others."""
     is_plain = value is None or isinstance(value, str | int | float | np.integer)
     return repr(value)[:60] if is_plain else f"a {type(value).__name__}"
 
@@ -174,18 +164,15 @@ def shown(value: object) -> str:
 class HostLoop:
     """Runs a program step by step, with host samplers and read-back for some rows.
 
-    Samplers are arguments of `step` and can change between steps. Two programs are compiled for the
-    parts of a step before and after the host's choices, and two small programs for the rows that
-    the host reads. Rows that the host does not read take as long as in `Advance`. ``compiled``
-    lists the compiled shapes, and ``program`` is the static part of all programs.
+    Samplers are arguments of `step` and can change between steps. Rows that the host does not read
+    take as long as in `Advance`. ``compiled`` lists the compiled shapes, and ``program`` is the
+    static part of all programs.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
         self.compiled: list[str] = []
-        self.has_run = False
-        self.program = program
-        options = dict(compiler_options) if compiler_options else None
-        jit = functools.partial(jax.jit, compiler_options=options)
+        self.has_run, self.program = False, program
+        jit = functools.partial(jax.jit, compiler_options=dict(compiler_options or {}) or None)
         self._propose = jit(self._propose_once, static_argnames="split")
         self._commit = jit(functools.partial(commit_step, program), donate_argnums=1)
         self._read = jit(functools.partial(_read, program), static_argnames="size")
@@ -201,8 +188,7 @@ class HostLoop:
             edits = state.edits._replace(origin_BL=all_places(state.edits.origin_BL))
             state = state._replace(edits=edits)
         # The trunk splits the rows of a cache over the devices, and groups of rows must match.
-        program = dataclasses.replace(self.program, rows=split)
-        return propose_step(program, params, state)
+        return propose_step(dataclasses.replace(self.program, rows=split), params, state)
 
     def step(
         self,
@@ -212,7 +198,7 @@ class HostLoop:
         *,
         read_back: Collection[int] = (),
         max_candidates: int = 64,
-        names: Sequence[int] | None = None,
+        names: Mapping[int, int] | Sequence[int] | None = None,
         failed: dict[int, Exception] | None = None,
     ) -> tuple[State, list[Written]]:
         """Returns the state after one step and the read-back records. The old state is donated.
@@ -229,38 +215,63 @@ class HostLoop:
             ends without a commit in this step, and other rows continue. If None, the exception
             propagates.
         """
-        names = range(state.step_B.shape[0]) if names is None else names
+        shares = split_rows(params)
+        num_rows, num_positions = state.canvas.tokens_BL.shape
+        split = None if num_rows % num_shares(shares) else shares
+        names = range(num_rows) if names is None else names
         errors: dict[int, Exception] = {}
-        state, proposed = _call(self._propose, params, state, split=_split_of(params, state))
-
-        # The candidates of the rows that the host reads, and the choices of its samplers.
         records: list[tuple[int, Written]] = []
+
+        def call(compiled: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+            with devices.exact(shares):
+                return compiled(params, *rest, **options)
+
+        state, proposed = call(self._propose, state, split=split)
+
+        # The open positions of the rows that the host reads, and fields of their candidates.
         slots = sorted({*samplers, *read_back})
-        places = _open_places(state, proposed, slots, names, self.program.mask_id) if slots else []
+        places: list[tuple[int, int]] = []
+        rows: dict[int, dict[str, Any]] = {}
+        if slots:
+            is_open, is_finite, canvas, step_B = jax.device_get(
+                (proposed.is_open_BL, proposed.filled.is_finite_B, state.canvas, state.step_B)
+            )
+            is_hole = (canvas.tokens_BL == self.program.mask_id) & ~canvas.frozen_BL
+            for slot in slots:
+                length = canvas.length_B[slot]
+                rows[slot] = {
+                    "row": names[slot],
+                    "step": int(step_B[slot]),
+                    "tokens": canvas.tokens_BL[slot, :length].copy(),
+                    "is_hole": is_hole[slot, :length],
+                    "first": int(np.argmin(canvas.frozen_BL[slot])),
+                }
+                indices = np.flatnonzero(is_open[slot] & is_finite[slot]).tolist()
+                places += [(slot, index) for index in indices]
+
+        # The candidates, and the choices of the samplers.
         size = min(max_candidates, self.program.network.vocab_size)
         for first in range(0, len(places), _PLACES):
             part = places[first : first + _PLACES]
-            flat, num_positions = np.zeros(_PLACES, np.int32), proposed.is_open_BL.shape[1]
-            flat[: len(part)] = [slot * num_positions + index for slot, index, _ in part]
-            is_real, is_hosted = np.arange(_PLACES) < len(part), np.zeros(_PLACES, bool)
+            flat, is_hosted = np.zeros(_PLACES, np.int32), np.zeros(_PLACES, bool)
+            flat[: len(part)] = [slot * num_positions + index for slot, index in part]
+            is_real = np.arange(_PLACES) < len(part)
             tokens, probability, tables, values = jax.device_get(
-                _call(self._read, params, state, proposed, flat, is_real, size=size)
+                call(self._read, state, proposed, flat, is_real, size=size)
             )
             ids = tokens.copy()
             # At padding positions of the chunk, the token can have probability 0.
             logprobs = np.log(np.maximum(probability, np.finfo(np.float32).tiny))
-            for number, (slot, index, row) in enumerate(part):
+            for number, (slot, index) in enumerate(part):
                 if slot in errors:
                     continue
                 own = {name: value_P[number].item() for name, value_P in values.items()}
-                own |= {
-                    name: table_PK[number, : own["num_survivors"]]
-                    for name, table_PK in tables.items()
-                }
-                candidates = Candidates(index=index, **own, **row)
-                if (sampler := samplers.get(slot)) is not None:
+                n = own["num_survivors"]
+                own |= {name: table_PK[number, :n] for name, table_PK in tables.items()}
+                candidates = Candidates(index=index, **own, **rows[slot])
+                if slot in samplers:
                     try:
-                        place = chosen(sampler, candidates)
+                        place = chosen(samplers[slot], candidates)
                     except ValueError as error:
                         if failed is None:
                             raise
@@ -268,18 +279,18 @@ class HostLoop:
                         continue
                     ids[number], is_hosted[number] = candidates.ids[place], True
                     logprobs[number] = candidates.logprobs[place]
-                shown = float(np.exp(logprobs[number]))
-                records.append((slot, Written(candidates, int(ids[number]), shown, index)))
+                chance = float(np.exp(logprobs[number]))
+                records.append((slot, Written(candidates, int(ids[number]), chance, index)))
             if is_hosted.any():
                 choices = flat, is_hosted, ids, logprobs
-                proposed = _call(self._choose, params, proposed, state, *choices)
+                proposed = call(self._choose, proposed, state, *choices)
 
         # A row whose sampler failed ends like a row without finite logits.
         if errors:
-            is_finite_B = proposed.filled.is_finite_B.at[jnp.asarray(sorted(errors))].set(False)
+            is_finite_B = proposed.filled.is_finite_B.at[jnp.array(sorted(errors))].set(False)
             filled = proposed.filled._replace(is_finite_B=is_finite_B)
             proposed = proposed._replace(filled=filled)
-        state, is_committed_BL = _call(self._commit, params, state, proposed)
+        state, is_committed_BL = call(self._commit, state, proposed)
         self.has_run = True
         if not records:
             return state, []
@@ -289,53 +300,6 @@ class HostLoop:
             for slot, written in records
             if slot in read_back and is_committed_BL[slot, written.candidates.index]
         ]
-
-
-def _split_of(params: Params, state: State) -> NamedSharding | None:
-    """The split of the rows over the devices of the parameters; None if they do not divide it."""
-    split = split_rows(params)
-    return None if state.canvas.tokens_BL.shape[0] % num_shares(split) else split
-
-
-def _call(compiled: Callable[..., Any], params: Params, *rest: Any, **static: Any) -> Any:
-    """``compiled(params, ...)``, traced for the devices of the parameters."""
-    with devices.exact(split_rows(params)):
-        return compiled(params, *rest, **static)
-
-
-def _open_places(
-    state: State, proposed: StepProposal, slots: Sequence[int], names: Sequence[int], mask_id: int
-) -> list[tuple[int, int, dict[str, Any]]]:
-    """The open positions of rows with finite logits: slot, index, and the fields of `Candidates`
-    for the whole row.
-    """
-    canvas, rows = state.canvas, list(slots)
-    # Indexing on the device would compile for each number of slots.
-    is_open, is_finite, tokens, is_frozen, lengths, steps = (
-        array[rows]
-        for array in jax.device_get(
-            (
-                proposed.is_open_BL,
-                proposed.filled.is_finite_B,
-                canvas.tokens_BL,
-                canvas.frozen_BL,
-                canvas.length_B,
-                state.step_B,
-            )
-        )
-    )
-    is_open, is_hole = is_open & is_finite[:, None], (tokens == mask_id) & ~is_frozen
-    places: list[tuple[int, int, dict[str, Any]]] = []
-    for number, slot in enumerate(slots):
-        row = {
-            "row": names[slot],
-            "step": int(steps[number]),
-            "tokens": tokens[number][: lengths[number]],
-            "is_hole": is_hole[number][: lengths[number]],
-            "first": int(np.argmin(is_frozen[number])),
-        }
-        places += [(slot, int(index), row) for index in np.flatnonzero(is_open[number])]
-    return places
 
 
 def _at(inputs: StepProposal, places_P: jax.Array, is_real_P: jax.Array) -> At:

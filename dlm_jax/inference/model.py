@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 import dlm_jax.config as configs
-from dlm_jax import store
+from dlm_jax import devices, store
 from dlm_jax.config import Config, MeshConfig, ModelConfig, ObjectiveConfig, SamplingParams
 from dlm_jax.data import (
     NO_MASK,
@@ -31,6 +31,7 @@ from dlm_jax.distributed.partitions import (
     make_mesh,
     named_leaves,
     partition,
+    split_rows,
     undeclared,
 )
 from dlm_jax.heads import HEADS
@@ -131,13 +132,16 @@ class Model:
     @property
     def noise(self) -> Schedule:
         """The noise schedule used in training; linear for a custom network."""
-        objective = ObjectiveConfig() if self.config is None else self.config.objective
-        return SCHEDULES[objective.schedule](objective.schedule_power)
+        return SCHEDULES[self._objective.schedule](self._objective.schedule_power)
 
     @property
     def process(self) -> Process:
         """The forward process used in training; the masked process for a custom network."""
-        return noise_process(ObjectiveConfig() if self.config is None else self.config.objective)
+        return noise_process(self._objective)
+
+    @property
+    def _objective(self) -> ObjectiveConfig:
+        return ObjectiveConfig() if self.config is None else self.config.objective
 
     @property
     def noise_ids(self) -> tuple[int, ...]:
@@ -208,6 +212,22 @@ class Model:
         return Structures(
             self.tokenizer, self.network.vocab_size, self.eos_ids, self.facts.banned_ids
         )
+
+    @functools.cached_property
+    def params_for_cache(self) -> Params:
+        """The parameters in the layout of `CachedTrunk.ready`, for steps with a KV cache."""
+        assert self.network.cached is not None, "the request was checked"
+        ready = self.network.cached.ready or (lambda params: params)
+
+        def added(params: Params) -> Params:
+            whole = ready(params)
+            return {name: leaf for name, leaf in whole.items() if params.get(name) is not leaf}
+
+        # On one CPU device, the layout is views of the parameters. Elsewhere it is compiled without
+        # the unchanged arrays, because all outputs of a program are new arrays.
+        is_local = all(map(devices.is_on_one_cpu, jax.tree.leaves(self.params)))
+        with devices.used(split_rows(self.params)):
+            return self.params | (added if is_local else jax.jit(added))(self.params)
 
     def program(
         self,
@@ -306,12 +326,8 @@ def load(
         }
     else:
         if ignore_config:
-            raise SettingError(
-                "ignore_config",
-                list(ignore_config),
-                f"is not supported for {path}, which has no config.json",
-                "remove it",
-            )
+            why = f"is not supported for {path}, which has no config.json"
+            raise SettingError("ignore_config", list(ignore_config), why, "remove it")
 
         def abstract(meta: dict[str, Any]) -> Params:
             """The shapes of the parameters of the saved model's network."""

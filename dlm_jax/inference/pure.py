@@ -1,4 +1,4 @@
-"""Sampling as pure functions over pytrees; replay of traces; hidden vectors of a canvas."""
+"""Sampling as pure functions over pytrees, and replay of traces."""
 
 from __future__ import annotations
 
@@ -32,22 +32,21 @@ from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.replay import Trace, replayed, trace_of
 from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import State
-from dlm_jax.settings import UNSET, SettingError
-from dlm_jax.types import Inside, Network, Params, first_eos, live_positions
+from dlm_jax.settings import UNSET, SettingError, require
+from dlm_jax.types import Network, Params, first_eos, live_positions
 
 
 class Sampled(NamedTuple):
-    """The result of a `Sampler`: device arrays with the same meaning as in `dlm_jax.generate`.
+    """The result of a `Sampler`: device arrays with the same meaning as in `dlm_jax.Texts`.
 
     Attributes:
       tokens: int32 ``[B, L]``, PAD beyond the length of each row.
       lengths: int32 ``[B]``, number of tokens up to and including the first generated EOS.
-      logprobs: float32 ``[B, L]``, log-probabilities in nats under the clean logits.
-      committed: int32 ``[B, L]``, index of the step that wrote each token; -1 for tokens that no
-        step wrote.
-      steps: int32 ``[B]``, number of steps taken.
+      logprobs: float32 ``[B, L]``.
+      committed: int32 ``[B, L]``; -1 for tokens that no step wrote.
+      steps: int32 ``[B]``.
       status: int32 ``[B]``, value of `dlm_jax.Status`.
-      counters: counters of each row, int32 ``[B]`` each.
+      counters: int32 ``[B]`` each.
       trace: all draws; None without ``trace=True``.
     """
 
@@ -108,16 +107,14 @@ class Sampler:
         )
         length_B = jnp.asarray(lengths, jnp.int32)
         is_live_BL = live_positions(length_B, num_positions)
-        is_given_BL = (
-            jnp.ones(is_live_BL.shape, bool) if is_draft is None else ~jnp.asarray(is_draft)
-        )
+        is_given_BL = True if is_draft is None else ~jnp.asarray(is_draft)
         state = start(
             jnp.where(is_live_BL, jnp.asarray(tokens, jnp.int32), self.program.pad_id),
             length_B,
             replace(row, seed_B=jnp.asarray(seeds).astype(jnp.uint32)),
             rules,
             mask_id=self.program.mask_id,
-            frozen_BL=is_given_BL,
+            frozen_BL=jnp.broadcast_to(is_given_BL, is_live_BL.shape),
             num_traced=self.program.num_traced,
         )
         return with_cache(self.program, self.model.params, state)
@@ -169,13 +166,9 @@ class Sampler:
                 f"tokens, lengths, seeds and is_draft have shapes {shape} and {given}; pass "
                 "[B, L], [B], [B] and [B, L]"
             )
-        if self.request.capacity > shape[1]:
-            raise SettingError(
-                "tokens",
-                UNSET,
-                f"have {shape[1]} positions, but a row can grow to {self.request.capacity}",
-                "pad them, or pass a lower max_length to sampler()",
-            )
+        most = self.request.capacity
+        why, remedy = f"have {shape[1]} positions, but a row can grow to {most}", "pad them"
+        require(most <= shape[1], "tokens", UNSET, why, f"{remedy}, or lower max_length")
         if any(isinstance(x, Tracer) for x in (tokens, lengths, is_draft)):
             return
         size = self.model.network.vocab_size
@@ -206,14 +199,9 @@ def sampler(
     Raises:
       ValueError: a setting is unknown, out of range, incompatible with the model, or not traceable.
     """
-    for name in ("seed", "prompt", "host_sampler", "read_back", *PROMPT_KEYS):
-        if name in settings:
-            raise SettingError(
-                name,
-                UNSET,
-                "is not a setting of a sampler",
-                "pass tokens and seeds to init(), or use generate()",
-            )
+    for name in {"seed", "host_sampler", "read_back", *PROMPT_KEYS} & settings.keys():
+        remedy = "pass tokens and seeds to init(), or use generate()"
+        raise SettingError(name, UNSET, "is not a setting of a sampler", remedy)
     sample = settings_of_call(model, settings)
     if trace:
         check_trace(sample)
@@ -229,14 +217,14 @@ def replay(
     model: Model | Network, params: Params, trace: Trace, *, every_draw: bool = False
 ) -> jax.Array:
     """Returns the log-probabilities under `params` of the tokens written in a trace, float32 ``[B,
-    S, L]`` in nats.
+    S, L]`` in nats, 0 elsewhere.
 
     With the parameters that sampled the trace, the result equals ``trace.logprobs`` where
-    ``trace.is_written`` is True, and is 0 elsewhere. The equality is bitwise in float32 on CPU with
-    the same number of rows as in sampling. Otherwise, for example in a ``jax.jit`` without
-    `Sampler.compiler_options`, it holds up to rounding. The function is differentiable with respect
-    to `params` and compiled once per shape. Each step is one forward pass of all rows, which is
-    recomputed for the gradient, so memory does not grow with the number of steps.
+    ``trace.is_written`` is True: bitwise in float32 on CPU with the same number of rows as in
+    sampling, and up to rounding otherwise, for example in a ``jax.jit`` without
+    `Sampler.compiler_options`. The function is differentiable with respect to `params` and compiled
+    once per shape. Each step is one forward pass of all rows, which is recomputed for the gradient,
+    so memory does not grow with the number of steps.
 
     Args:
       model: the model that sampled the trace, another model with the same vocabulary, or a network.
@@ -283,9 +271,7 @@ def _compiled(
 
 def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None:
     if not isinstance(trace, Trace):
-        raise ValueError(
-            f"trace is a {type(trace).__name__}; pass the trace of generate(..., trace=True)"
-        )
+        raise ValueError(f"trace is a {type(trace).__name__}, not that of generate(trace=True)")
     problem, is_same = "", trace.vocab_size == network.vocab_size
     if is_same and isinstance(model, Model):
         is_same = trace.vocabulary in ("", model.vocabulary)
@@ -304,43 +290,3 @@ def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None
             f"the trace {problem}; replay it, or its rows by trace.rows(index), with the model "
             "that sampled it"
         )
-
-
-def inside(model: Model, tokens: Any, lengths: Any = None) -> Inside:
-    """Returns the hidden vectors and attention weights of every block for the given canvases.
-
-    The attention maps contain ``B E H L^2`` numbers. With a trace,
-    ``inside(model, trace.canvas[:, 0])`` analyses the first forward pass; guidance and caches are
-    not applied.
-
-    Args:
-      model: a model whose `dlm_jax.Network` has `inside`, as all networks of this package do.
-      tokens: int ``[B, L]``, canvases with MASK at holes.
-      lengths: int ``[B]``, number of live positions in each row; None if all are live.
-
-    Raises:
-      ValueError: the network does not have `inside`, or tokens or lengths are out of range.
-    """
-    if model.network.inside is None:
-        raise ValueError(
-            "the network does not expose its internals; pass `inside` to dlm_jax.Network"
-        )
-    tokens_BL, size = np.asarray(tokens), model.network.vocab_size
-    if tokens_BL.ndim != 2 or not tokens_BL.size or tokens_BL.dtype.kind not in "iu":
-        raise ValueError(
-            f"tokens has shape {tokens_BL.shape} of {tokens_BL.dtype}; use integers [B, L]"
-        )
-    num_rows, most = tokens_BL.shape
-    length_B = np.full(num_rows, most) if lengths is None else np.asarray(lengths)
-    if length_B.shape != (num_rows,) or length_B.min() < 1 or length_B.max() > most:
-        raise ValueError(f"lengths={lengths} must be from 1 to {most} for each row")
-    if tokens_BL.min() < 0 or tokens_BL.max() >= size:
-        raise ValueError(f"tokens has ids outside the vocabulary; use 0 to {size - 1}")
-    arrays = tokens_BL.astype(np.int32), length_B.astype(np.int32)
-    return _inside_compiled(model.network)(model.params, *arrays)
-
-
-@functools.lru_cache(maxsize=16)
-def _inside_compiled(network: Network) -> Callable[..., Inside]:
-    assert network.inside is not None
-    return jax.jit(network.inside)

@@ -12,7 +12,7 @@ from dlm_jax.data import HubTokenizer, Tokenizer
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.results import Row
-from dlm_jax.settings import UNSET, SettingError
+from dlm_jax.settings import UNSET, require
 from dlm_jax.types import Status, first_eos
 
 MOST_STOPS = 16
@@ -59,27 +59,23 @@ def stops_of(
     """
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     ids = [] if stop_token_ids is None else stop_token_ids
-    if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
-        raise SettingError("stop", stop, "is not a string or a list of strings", "use strings")
+    is_fine = isinstance(stops, list) and all(isinstance(text, str) for text in stops)
+    require(is_fine, "stop", stop, "is not a string or a list of strings", "use strings")
     for name, given in (("stop", stops), ("stop_token_ids", ids)):
-        if isinstance(given, list) and len(given) > MOST_STOPS:
-            raise SettingError(name, UNSET, f"has {len(given)} values", f"use at most {MOST_STOPS}")
+        count = len(given) if isinstance(given, list) else 0
+        why, remedy = f"has {count} values", f"use at most {MOST_STOPS}"
+        require(count <= MOST_STOPS, name, UNSET, why, remedy)
     for text in stops:
-        if not 1 <= len(text) <= _LONGEST_STOP:
-            raise SettingError(
-                "stop", UNSET, f"has a string that is empty or longer than {_LONGEST_STOP}"
-            )
-        if isinstance(tokenizer, HubTokenizer) and (specials := specials_in(tokenizer, text)):
-            name = tokenizer.token(specials[0])
-            if name != text:
-                raise SettingError(
-                    "stop", text, f"has the special token {name!r} among text", f"use {name!r}"
-                )
+        why = f"has a string that is empty or longer than {_LONGEST_STOP}"
+        require(1 <= len(text) <= _LONGEST_STOP, "stop", UNSET, why)
+        for special in specials_in(tokenizer, text)[:1]:
+            name = tokenizer.token(special)
+            why, remedy = f"has the special token {name!r} among text", f"use {name!r}"
+            require(name == text, "stop", text, why, remedy)
     last = tokenizer.vocab_size - 1
-    if not isinstance(ids, list) or not all(type(id_) is int and 0 <= id_ <= last for id_ in ids):
-        raise SettingError(
-            "stop_token_ids", stop_token_ids, "is not a list of ids", f"use 0 to {last}"
-        )
+    is_fine = isinstance(ids, list) and all(type(id_) is int and 0 <= id_ <= last for id_ in ids)
+    why = "is not a list of ids"
+    require(is_fine, "stop_token_ids", stop_token_ids, why, f"use 0 to {last}")
     return tuple(stops), tuple(ids)
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -37,6 +38,7 @@ of ``gen_length`` tokens.
 _LONGEST_TOKEN = 128
 """Characters of the longest token in common vocabularies."""
 _LONGEST = 2**20
+_MOST_KNOWN = 4096
 
 PROMPT_KEYS = ("prompt", "template", "tokens", "infill", "draft")
 _HOST = ("host_sampler", "read_back")
@@ -69,12 +71,11 @@ def make_canvas(
         raise ValueError(f"{' and '.join(kinds)} cannot be combined; pass only one of them")
     kind, infill, draft = (*kinds, "prompt")[0], asked.get("infill", False), asked.get("draft")
     require(isinstance(infill, bool), "infill", infill, "is not a bool", "use True or False")
-    if infill and kind != "tokens":
-        raise SettingError("infill", UNSET, "requires tokens", "pass tokens or a template")
-    if draft is not None and (infill or kind == "template"):
-        raise SettingError(
-            "draft", UNSET, "follows a prompt", "do not combine it with template or infill"
-        )
+    is_infill = infill or kind == "template"
+    why, remedy = "requires tokens", "pass tokens or a template"
+    require(not infill or kind == "tokens", "infill", UNSET, why, remedy)
+    why, remedy = "follows a prompt", "do not combine it with template or infill"
+    require(draft is None or not is_infill, "draft", UNSET, why, remedy)
     for name in ("prompt", "template", "draft"):
         if (text := asked.get(name)) is not None:
             require(isinstance(text, str), name, text, "is not a string", "put it in quotes")
@@ -83,40 +84,35 @@ def make_canvas(
     if kind == "tokens":
         given = _ids(tokenizer, asked["tokens"])
         has_holes = bool((given == mask_id).any())
-        if infill and not has_holes:
-            raise ValueError(
-                f"infill=True, but none of the tokens is MASK ({mask_id}); use MASK at the "
-                f"positions to fill"
-            )
-        remedy = "set infill=True to fill it, or remove it"
-        require(infill or not has_holes, "tokens", UNSET, f"contain MASK ({mask_id})", remedy)
+        why, remedy = f"contain no MASK ({mask_id})", "use MASK at the positions to fill"
+        require(has_holes or not infill, "tokens", UNSET, why, remedy)
+        why, remedy = f"contain MASK ({mask_id})", "set infill=True to fill it, or remove it"
+        require(infill or not has_holes, "tokens", UNSET, why, remedy)
     elif kind == "template":
         text = _template(tokenizer, asked["template"], gen_length, room)
         given = np.concatenate([prefix, text])
     else:
         given = np.concatenate([prefix, tokenizer.encode(asked.get("prompt") or "")])
-    left, is_draft = room - given.size, None
-    if infill or kind == "template":
-        tokens, what = given, f"{kind} of {given.size} tokens, including holes, exceeds"
-    elif draft is not None:
-        text = tokenizer.encode(draft)
-        require(text.size > 0, "draft", UNSET, "is empty", "pass text to refine, or remove it")
-        holes = np.full(min(gen_length, room + 1), mask_id, np.int32)
-        tokens = np.concatenate([given, text, holes])
-        is_draft = np.zeros(tokens.size, bool)
-        is_draft[given.size : given.size + text.size] = True
-        what = f"prompt and draft of {tokens.size} tokens, including holes, exceeds"
-    else:
+    left = room - given.size
+    if not is_infill and draft is None:
         why = f"of {given.size} tokens leaves no space on the canvas of {room}"
-        require(
-            left > 0, "prompt", UNSET, why, f"shorten it or raise max_length above {given.size}"
-        )
+        remedy = f"shorten it or raise max_length above {given.size}"
+        require(left > 0, "prompt", UNSET, why, remedy)
         why = f"and a prompt of {given.size} tokens exceed the canvas of {room}"
         remedy = f"use gen_length={left} or less, or raise max_length"
         require(gen_length <= left, "gen_length", gen_length, why, remedy)
         return np.concatenate([given, np.full(gen_length or left, mask_id, np.int32)]), None
-    if tokens.size > room:
-        raise ValueError(f"{what} the canvas of {room}; shorten it or raise max_length")
+    tokens, is_draft = given, None
+    if draft is not None:
+        text = tokenizer.encode(draft)
+        require(text.size > 0, "draft", UNSET, "is empty", "pass text to refine, or remove it")
+        holes = np.full(min(gen_length, room + 1), mask_id, np.int32)
+        tokens = np.concatenate([given, text, holes])
+        place = np.arange(tokens.size)
+        is_draft = (given.size <= place) & (place < given.size + text.size)
+    why = f"of {tokens.size} tokens, including holes, exceeds the canvas of {room}"
+    name, why = (kind, why) if draft is None else ("prompt", f"and draft {why}")
+    require(tokens.size <= room, name, UNSET, why, "shorten it or raise max_length")
     return tokens, is_draft
 
 
@@ -137,7 +133,7 @@ def _ids(tokenizer: Tokenizer, tokens: Any) -> np.ndarray:
         is_fine = False
     require(is_fine, "tokens", UNSET, "must be a non-empty list of ids")
     size = tokenizer.vocab_size
-    for id_ in ids[(ids < 0) | (ids >= size)]:
+    for id_ in ids[(ids < 0) | (ids >= size)][:1]:
         why = f"contain id {id_}, outside the vocabulary of {size}"
         raise SettingError("tokens", UNSET, why, f"use 0 to {size - 1}")
     return ids.astype(np.int32)
@@ -250,15 +246,10 @@ def _check_structure(request: Request, automaton: Automaton, mask_id: int) -> No
         automaton = automaton_of(sample)
     else:
         is_quota = issubclass(sample.table.commit[sample.order], QuotaRule)
-        require(
-            is_quota and sample.schedule == "linear",
-            "structure",
-            UNSET,
-            f"requires one token per step, which order={sample.order!r} with "
-            f"schedule={sample.schedule!r} does not guarantee",
-            "for example, use order='left_to_right'",
-            "order",
-        )
+        why = f"requires one token per step, which order={sample.order!r} with "
+        why += f"schedule={sample.schedule!r} does not guarantee"
+        is_single, remedy = is_quota and sample.schedule == "linear", "use order='left_to_right'"
+        require(is_single, "structure", UNSET, why, remedy, "order")
         if holes.size:
             needed = steps_needed(holes, sample.block_length, holes[0])
             why = f"is less than the {needed} steps that a structure requires, one token per step"
@@ -268,9 +259,11 @@ def _check_structure(request: Request, automaton: Automaton, mask_id: int) -> No
     tokens = tokens[holes[0] :]
     if (tokens == mask_id).all():
         fewest = automaton.fewest_S[automaton.start]
-        why = f"requires at least {fewest} new tokens, but gen_length={tokens.size}"
-        is_fine = fewest <= tokens.size
-        require(is_fine, "structure", UNSET, why, "increase gen_length", "gen_length")
+        why, remedy = (
+            f"requires at least {fewest} new tokens, but gen_length={tokens.size}",
+            "raise it",
+        )
+        require(fewest <= tokens.size, "structure", UNSET, why, remedy, "gen_length")
         return
     states = np.arange(len(automaton.next_SC)) == automaton.start
     for token in tokens.tolist():
@@ -387,19 +380,16 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
     return rows, samples[0].table.columns(samples, facts)
 
 
-Chains = dict[tuple[RuleTable, tuple[str, ...]], tuple[str, ...]]
-"""The part of each chain that is in use."""
+def chain_shortener(requests: Sequence[Request]) -> Callable[[Request], Request]:
+    """Returns a function that removes the parts of a chain that none of the `requests` with the
+    same chain uses. A request that uses another part keeps its whole chain.
 
-
-def chains_in_use(requests: Sequence[Request]) -> Chains:
-    """Returns the chains of the requests without unused parts.
-
-    A part is unused if no request with the same chain uses it. Unused parts have no effect, and a
-    shorter chain compiles faster. Unused transforms that read ids after a truncation to a few
-    candidates are kept. Without them, the rest of the chain would process only those candidates and
-    draw other tokens, so a row would depend on the other rows of its batch.
+    Unused parts have no effect, and a shorter chain compiles faster. Unused transforms that read
+    ids after a truncation to a few candidates are kept. Without them, the rest of the chain would
+    process only those candidates and draw other tokens, so a row would depend on the other rows of
+    its batch.
     """
-    used: dict[tuple[RuleTable, tuple[str, ...]], set[str]] = {}
+    used: dict[Any, set[str]] = {}
     for sample in {id(request.sample): request.sample for request in requests}.values():
         used.setdefault((sample.table, sample.chain), set()).update(sample.table.in_use(sample))
     for (table, chain), names in used.items():
@@ -409,26 +399,24 @@ def chains_in_use(requests: Sequence[Request]) -> Chains:
             if is_cut and not issubclass(cls, Pointwise):
                 names.add(name)
             is_cut |= cls is TopK
-    return {key: tuple(name for name in key[1] if name in names) for key, names in used.items()}
+    # Requests that share a settings object also share the shortened one.
+    shorter = WeakKeyDictionary[SamplingParams, SamplingParams]()
 
+    def shorten(request: Request) -> Request:
+        sample = request.sample
+        if sample not in shorter:
+            names, whole = used.get((sample.table, sample.chain), ()), {*sample.chain}
+            is_known = not (whole.difference(names) & {*sample.table.in_use(sample)})
+            chain = [name for name in sample.chain if name in (names if is_known else whole)]
+            shorter[sample] = replace(sample, chain=tuple(chain))
+        return replace(request, sample=shorter[sample])
 
-def with_chain_in_use(sample: SamplingParams, chains: Chains) -> SamplingParams:
-    """Returns the settings with their chain of `chains`, unless they use another part of it."""
-    chain = chains.get((sample.table, sample.chain), sample.chain)
-    others = {*(sample.chain or ())} - {*(chain or ())}
-    return (
-        sample if others.intersection(sample.table.in_use(sample)) else replace(sample, chain=chain)
-    )
+    return shorten
 
 
 def only_chains_in_use(requests: Sequence[Request]) -> list[Request]:
-    """Removes the unused parts from the chains of the requests; see `chains_in_use`."""
-    chains, samples = chains_in_use(requests), {}
-    for sample in (request.sample for request in requests):
-        # Requests that share a settings object also share the shortened one.
-        if id(sample) not in samples:
-            samples[id(sample)] = with_chain_in_use(sample, chains)
-    return [replace(request, sample=samples[id(request.sample)]) for request in requests]
+    """Removes the unused parts from the chains of the requests; see `chain_shortener`."""
+    return [*map(chain_shortener(requests), requests)]
 
 
 def make_requests(
@@ -451,35 +439,35 @@ def make_requests(
     own = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
     if "trace" in own:
         raise SettingError("trace", own["trace"], "applies to all rows", "pass it to the call")
-    asked = {"seed": 0, "max_length": None} | {**common, **own}
+    asked = {"seed": 0, "max_length": None, "trace": False} | {**common, **own}
     text = {name: asked[name] for name in PROMPT_KEYS if name in asked}
     is_without = all(text.get(name) is None for name in ("template", "tokens"))
     if model.first_ids and is_without and text.get("prompt") in (None, ""):
         text |= {"prompt": None, "tokens": model.first_ids}
     seed = _integer("seed", asked["seed"]) + (0 if "seed" in own else first)
-    room = room_of(model, asked["max_length"])
+    room, trace = room_of(model, asked["max_length"]), asked["trace"]
     host = {name: asked[name] for name in _HOST if name in asked}
-    trace = asked.get("trace", False)
     layers = [{k: v for k, v in x.items() if k not in _NOT_SETTINGS} for x in (common, own)]
     num_rows = first + num_samples if num_rows is None else num_rows
     table, settings, rows = given_settings(*layers, num_rows=num_rows)
-    is_plain = all(type(x) in (bool, int, float, str, type(None)) for x in layers[1].values())
-    key = None
-    if known is not None and not rows and is_plain:
+    known, key = {} if known is None else known, None
+    if not rows and all(type(x) in (bool, int, float, str, type(None)) for x in layers[1].values()):
         # `repr` distinguishes 1, 1.0 and True, which are equal.
         needs = host.get("host_sampler") is not None, bool(host.get("read_back"))
         key = needs, repr(sorted(layers[1].items()))
+    if len(known) > _MOST_KNOWN:
+        known.clear()
     requests: list[Request] = []
     for index in range(num_samples):
         if requests and not rows:
             requests.append(replace(requests[0], seed=seed + index))
             continue
-        sample = None if known is None else known.get(key)
+        sample = known.get(key)
         if sample is None:
             values = values_of_row(settings, rows, first + index)
             sample = _resolved(model, table, values, host)
             # An automaton takes up to 16 MiB, and `Structures` caches them already.
-            if known is not None and key is not None and not sample.structure:
+            if key is not None and not sample.structure:
                 known[key] = sample
         tokens, is_draft = make_canvas(
             model.tokenizer,
@@ -490,13 +478,10 @@ def make_requests(
         )
         # The first step of a draft only reads it, unless the row rewrites tokens at every step.
         is_once = sample.resample or sample.edits or sample.renoises or sample.is_noise
-        if is_draft is not None and not (sample.refines and (is_once or sample.steps > 1)):
-            raise SettingError(
-                "draft",
-                UNSET,
-                "requires remasking, resampling, re-noising or edits, but none of them is enabled",
-                "for example, use remask=scheduled, schedule=all and steps=8",
-            )
+        is_refined = sample.refines and (is_once or sample.steps > 1)
+        why = "requires remasking, resampling, re-noising or edits, but none of them is enabled"
+        remedy = "for example, use remask=scheduled, schedule=all and steps=8"
+        require(is_draft is None or is_refined, "draft", UNSET, why, remedy)
         capacity = room if sample.edits else 0
         request = Request(
             tokens, sample, seed + index, is_draft, **host, capacity=capacity, trace=trace
@@ -522,25 +507,21 @@ def pattern_of_format(form: Any) -> str | None:
       ValueError: the format is malformed, or a schema cannot be used.
     """
     kind = form.get("type") if isinstance(form, Mapping) else None
-    value = form.get(kind) if kind in _FORMATS else None
-    schema: Any = {"type": "object"}
+    if kind not in _FORMATS:
+        why = "has no known type"
+        raise SettingError("response_format", UNSET, why, f"use one of {', '.join(_FORMATS)}")
+    for name in [k for k, v in form.items() if v is not None and k not in ("type", kind)]:
+        why = f"of type {kind} has {name[:60]!r}"
+        raise SettingError("response_format", UNSET, why, "remove it")
+    value, schema = form.get(kind), {"type": "object"}
     if kind == "json_schema":
         schema = value.get("schema") if isinstance(value, Mapping) else None
-    problem = ""
-    if kind not in _FORMATS:
-        problem = f"has no known type; use one of {', '.join(_FORMATS)}"
-    elif others := [k for k, v in form.items() if v is not None and k not in ("type", kind)]:
-        problem = f"of type {kind} has {others[0][:60]!r}; remove it"
-    elif kind in ("json_schema", "regex") and value is None:
-        problem = f"lacks {kind}; add it"
-    elif kind == "regex" and not isinstance(value, str):
-        problem = "has a regex that is not a string"
-    elif not isinstance(schema, Mapping):
-        problem = 'lacks "schema" in json_schema; add it'
-    if problem:
-        raise SettingError("response_format", UNSET, problem)
+    elif kind == "regex":
+        require(isinstance(value, str), "response_format", UNSET, "lacks regex, a string", "add it")
     if kind in ("text", "regex"):
-        return str(value) if kind == "regex" and value else None
+        return value or None if kind == "regex" else None
+    if not isinstance(schema, Mapping):
+        raise SettingError("response_format", UNSET, 'lacks "schema" in json_schema', "add it")
     return regex_of_schema(schema)
 
 
@@ -590,18 +571,13 @@ def _resolved(
     advised["chain"] += tuple(name for name in more if name not in advised["chain"])
     if not model.process.is_masked and advised["order"] == "random":
         advised["order"] = "posterior"
-    replaced = f"recommended {advised['fill']!r}"
     if given.get("fill", advised["fill"]) == AUTO:
         given = {name: value for name, value in given.items() if name != "fill"}
         advised["fill"] = "wavefront" if model.fills_in_waves else "parallel"
         advised |= {"sampler_even_odd": True} if model.fills_in_waves and not is_hosted else {}
-        replaced = "default 'wavefront'"
-    fill = table.fill.get(advised["fill"])
-    if is_hosted and "fill" not in given and fill is not Parallel:
-        warnings.warn(
-            f"fill='parallel' replaces the {replaced}, whose draws host samplers cannot replace",
-            stacklevel=5,
-        )
+    if is_hosted and "fill" not in given and table.fill.get(advised["fill"]) is not Parallel:
+        why = f"replaces {advised['fill']!r}, whose draws host samplers cannot replace"
+        warnings.warn(f"fill='parallel' {why}", stacklevel=5)
         advised["fill"] = "parallel"
     unit = model.network.block_length or model.network.canvas_length
     length = given.get("block_length", advised["block_length"])
@@ -609,34 +585,17 @@ def _resolved(
         given = {**given, "block_length": unit}
     sample = resolve(advised, given, table=table)
     used = table.named("fill", sample)
-    for is_wrong, name, why, remedy in (
-        (
-            is_hosted and table.fill[sample.fill] is not Parallel,
-            "fill",
-            "draws tokens together, which host samplers cannot replace",
-            "use fill='parallel'",
-        ),
-        (
-            is_read and used.logits is FillRule.logits,
-            "fill",
-            "draws tokens together, so that read-back cannot give the candidates of a token",
-            "remove read_back, or use fill='parallel'",
-        ),
-        (
-            is_hosted and getattr(sample, "confidence_of", "clean") != "clean",
-            "confidence_of",
-            "requires state that host samplers do not keep",
-            "use confidence_of='clean'",
-        ),
-        (
-            sample.is_noise and (is_hosted or is_read),
-            "order",
-            "writes tokens without host samplers and read-back",
-            "remove host_sampler and read_back",
-        ),
-    ):
-        if is_wrong:
-            raise SettingError(name, getattr(sample, name), why, remedy)
+    why = "draws tokens together, which host samplers cannot replace"
+    is_fine = not is_hosted or used is Parallel
+    require(is_fine, "fill", sample.fill, why, "use fill='parallel'")
+    why = "draws tokens together, so that read-back cannot give the candidates of a token"
+    is_fine = not is_read or used.logits is not FillRule.logits
+    require(is_fine, "fill", sample.fill, why, "remove read_back, or use fill='parallel'")
+    source, why = getattr(sample, "confidence_of", "clean"), "requires state of the device"
+    is_fine = not is_hosted or source == "clean"
+    require(is_fine, "confidence_of", source, why, "use confidence_of='clean'")
+    is_fine, why = not (sample.is_noise and (is_hosted or is_read)), "writes tokens on the device"
+    require(is_fine, "order", sample.order, why, "remove host_sampler and read_back")
     if isinstance(sample.structure, str) and sample.structure:
         sample = replace(sample, structure=model.structures.automaton(sample.structure))
     check_settings(model, sample)

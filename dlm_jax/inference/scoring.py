@@ -112,7 +112,6 @@ def score(
     """
     if model.network.canvas_length:
         raise ValueError("a model with canvases has no likelihood of texts; use another model")
-    check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
     texts = [texts] if isinstance(texts, str) else texts
     prompts = [prompts] if isinstance(prompts, str) else prompts
     if not len(texts):
@@ -127,8 +126,7 @@ def score(
         try:
             cut = _windows(model, prompt, text)
         except ValueError as error:
-            where = f"text {index}: " if len(texts) > 1 else ""
-            raise ValueError(f"{where}{error}") from None
+            raise ValueError(f"text {index}: {error}") from None
         windows, owners = windows + cut, owners + [index] * len(cut)
     size = canvas_size(max(len(ids) for ids, _ in windows))
     tokens = np.full((len(windows), size), model.tokenizer.pad_id, np.int32)
@@ -173,8 +171,11 @@ def score_rows(
       batch_size: number of rows per forward pass.
       seed: random seed of the masks, in [0, 2**32).
     """
-    check_sizes(num_draws=num_draws, batch_size=batch_size, seed=seed)
-    given = rows.get("given", np.zeros_like(rows["length"]))
+    for name, value in (("num_draws", num_draws), ("batch_size", batch_size)):
+        if not 1 <= value <= MOST_AT_ONCE:
+            raise SettingError(name, value, "is out of range", f"use 1 to {MOST_AT_ONCE}")
+    if not 0 <= seed < 2**32:
+        raise SettingError("seed", seed, "is outside [0, 2**32)", "use a seed in this range")
     run = compiled(
         costs,
         model.network,
@@ -186,19 +187,17 @@ def score_rows(
         process=model.process,
         noise_ids=model.noise_ids,
     )
-    found = _in_batches(run, model, {**rows, "given": given}, batch_size, seed)
-    return jax.tree.map(lambda column_N: column_N.astype(float), found)
-
-
-def check_sizes(*, num_draws: int, batch_size: int, seed: int) -> None:
-    """Raises ValueError if the number of draws, the batch size or the seed is out of range."""
-    for name, value in (("num_draws", num_draws), ("batch_size", batch_size)):
-        if value < 1:
-            raise SettingError(name, value, "must be at least 1")
-        if value > MOST_AT_ONCE:
-            raise SettingError(name, value, "is too large", f"use at most {MOST_AT_ONCE}")
-    if not 0 <= seed < 2**32:
-        raise SettingError("seed", seed, "is outside [0, 2**32)", "use a seed in this range")
+    given = rows.get("given", np.zeros_like(rows["length"]))
+    columns = [np.asarray(x, np.int32) for x in (rows["tokens"], rows["length"], given)]
+    num_rows, parts = len(rows["length"]), []
+    for first in range(0, num_rows, batch_size):
+        # A batch is padded with its last row to a power of two, so that few shapes are compiled.
+        count = min(batch_size, _power_of_two(num_rows - first))
+        index = np.minimum(np.arange(first, first + count), num_rows - 1)
+        batch = Batch(*(jnp.asarray(column[index]) for column in columns))
+        number_B = jnp.arange(first, first + count, dtype=jnp.int32)
+        parts.append(jax.device_get(run(model.params, batch, number_B, key_of(seed))))
+    return jax.tree.map(lambda *cut: np.concatenate(cut)[:num_rows].astype(float), *parts)
 
 
 @functools.lru_cache(maxsize=32)
@@ -214,53 +213,28 @@ def compiled(
     return jax.jit(run, compiler_options=compiler.options("sample", given=given))
 
 
-def _in_batches(
-    run: Callable[..., Any],
-    model: Model,
-    rows: Mapping[str, np.ndarray],
-    batch_size: int,
-    seed: int = 0,
-) -> Any:
-    """Runs `run` in batches on the rows, their indices and the key of `seed`.
-
-    A batch is padded with its last row to the smallest sufficient power of two, up to `batch_size`,
-    so that the cost follows the number of rows, and few shapes are compiled.
-    """
-    columns = [np.asarray(rows[name], np.int32) for name in ("tokens", "length", "given")]
-    num_rows = len(rows["length"])
-    parts = []
-    for first in range(0, num_rows, batch_size):
-        count = min(batch_size, 1 << (num_rows - first - 1).bit_length())
-        index = np.minimum(np.arange(first, first + count), num_rows - 1)
-        batch = Batch(*(jnp.asarray(column[index]) for column in columns))
-        number_B = jnp.arange(first, first + count, dtype=jnp.int32)
-        parts.append(jax.device_get(run(model.params, batch, number_B, key_of(seed))))
-    return jax.tree.map(lambda *cut: np.concatenate(cut)[:num_rows], *parts)
-
-
 def _windows(model: Model, prompt: str, text: str) -> list[tuple[np.ndarray, int]]:
     """Returns the ids of each window of a text, and the number of given ids at its start. A text
     with a prompt is a single window.
     """
-    prefix = np.array(model.prefix_ids, np.int32)
+    prefix, most = np.array(model.prefix_ids, np.int32), model.max_length
     given, ids = model.tokenizer.encode(prompt), model.tokenizer.encode(text)
     if not ids.size:
         raise ValueError("the text is empty; pass a text to score")
     if given.size:
-        given = np.concatenate([prefix, given])
-        if given.size + ids.size > model.max_length:
+        whole = np.concatenate([prefix, given, ids])
+        if whole.size > most:
             raise ValueError(
-                f"prompt ({given.size} tokens) and text ({ids.size} tokens) together exceed the "
-                "model's canvas "
-                f"of {model.max_length}; shorten one of them"
+                f"prompt and text of {whole.size} tokens together exceed the model's canvas of "
+                f"{most}; shorten one of them"
             )
-        return [(np.concatenate([given, ids]), given.size)]
+        return [(whole, whole.size - ids.size)]
     if prefix.size or model.network.predicts_first:
-        size = model.max_length - prefix.size
-        parts = (ids[start : start + size] for start in range(0, ids.size, size))
+        starts = range(0, ids.size, most - prefix.size)
+        parts = [ids[start : start + most - prefix.size] for start in starts]
         return [(np.concatenate([prefix, part]), prefix.size) for part in parts]
-    starts = range(0, max(ids.size - 1, 1), max(model.max_length - 1, 1))
-    return [(ids[start : start + model.max_length], 1) for start in starts]
+    starts = range(0, max(ids.size - 1, 1), max(most - 1, 1))
+    return [(ids[start : start + most], 1) for start in starts]
 
 
 class DecodingRow(NamedTuple):
@@ -291,16 +265,16 @@ def order_logprobs(
     only once, so rows that differ in their last token alone share all forward passes. Every program
     has `num_rows` rows; None uses the smallest sufficient power of two, up to `batch_size`.
     """
-    reads, ends = [], []
+    reads, sizes = [], []
     for row in rows:
         places = np.asarray(row.places)
         for count, place in enumerate(places.tolist()):
             shown = row.ids.copy()
             shown[places[count:]] = model.tokenizer.mask_id
             reads.append((shown, place, int(row.ids[place])))
-        ends.append(len(reads))
+        sizes.append(places.size)
     values = _read_logprobs(model, reads, batch_size, num_rows)[0].astype(np.float64)
-    return np.array([part.sum() for part in np.split(values, ends)[:-1]])
+    return np.array([part.sum() for part in np.split(values, np.cumsum(sizes))[:-1]])
 
 
 class TokenLogprobs(NamedTuple):
@@ -344,18 +318,16 @@ def token_logprobs(
         for place in range(ids.size):
             shown = ids
             if not model.is_causal:
-                shown = ids.copy()
-                shown[place:] = model.tokenizer.mask_id
+                shown = np.where(np.arange(ids.size) < place, ids, model.tokenizer.mask_id)
             reads.append((shown, place, int(ids[place])))
     num_top = min(num_top, model.network.vocab_size - len(model.banned_ids))
     columns = _read_logprobs(model, reads, batch_size, num_top=num_top, goes_on=goes_on)
-    results, first = [], 0
-    for ids in texts:
-        logprobs, top_ids, top_logprobs = (column[first : first + ids.size] for column in columns)
-        first += ids.size
-        if not model.network.predicts_first:
-            logprobs[:1] = np.nan
-        results.append(TokenLogprobs(ids, logprobs, top_ids, top_logprobs))
+    ends = np.cumsum([ids.size for ids in texts], dtype=int)
+    split = (np.split(column, ends)[:-1] for column in columns)
+    results = [TokenLogprobs(*parts) for parts in zip(texts, *split, strict=True)]
+    if not model.network.predicts_first:
+        for result in results:
+            result.logprobs[:1] = np.nan
     return results
 
 
@@ -376,19 +348,21 @@ def _read_logprobs(
             "tokens are scored in holes, but the model was trained with objective.process="
             f"{model.process.name!r}; load a model that fills MASK"
         )
-    canvases: dict[bytes, tuple[int, np.ndarray, dict[tuple[int, int], int]]] = {}
-    at = []
-    for shown, place, id_ in reads:
-        number, _, known = canvases.setdefault(shown.tobytes(), (len(canvases), shown, {}))
-        at.append((number, known.setdefault((place, id_), len(known))))
+    # The numbers of the reads of each position and id of each canvas.
+    canvases: dict[bytes, tuple[np.ndarray, dict[tuple[int, int], list[int]]]] = {}
+    for number, (shown, place, id_) in enumerate(reads):
+        _, known = canvases.setdefault(shown.tobytes(), (shown, {}))
+        known.setdefault((place, id_), []).append(number)
     sizes: dict[int, list[Any]] = {}
-    for row in canvases.values():
-        sizes.setdefault(canvas_size(row[1].size, is_shared=True), []).append(row)
-    most = max((len(known) for *_, known in canvases.values()), default=1)
-    tables = [
-        np.zeros((len(canvases), most, *shape), dtype)
-        for shape, dtype in (((), np.float32), ((num_top,), np.int32), ((num_top,), np.float32))
-    ]
+    for canvas in canvases.values():
+        sizes.setdefault(canvas_size(canvas[0].size, is_shared=True), []).append(canvas)
+    most = max((len(known) for _, known in canvases.values()), default=1)
+    shape = len(reads), num_top
+    results = (
+        np.zeros(len(reads), np.float32),
+        np.zeros(shape, np.int32),
+        np.zeros(shape, np.float32),
+    )
     run = compiled(
         _logprobs_at,
         model.network,
@@ -407,15 +381,15 @@ def _read_logprobs(
             some = rows[first : first + count]
             tokens = np.full((count, size), model.tokenizer.pad_id, np.int32)
             length, place, ids = (np.zeros((n, count), np.int32) for n in (1, num_reads, num_reads))
-            for row, (_, shown, known) in enumerate(some):
+            for row, (shown, known) in enumerate(some):
                 tokens[row, : shown.size], length[0, row] = shown, shown.size
                 place[: len(known), row], ids[: len(known), row] = np.array([*known]).T
             values = run(model.params, tokens, np.maximum(length[0], 1), place, ids)
-            numbers = [number for number, *_ in some]
-            for table, value_PB in zip(tables, jax.device_get(values), strict=True):
-                table[numbers, :num_reads] = np.moveaxis(value_PB, 0, 1)[: len(some), :most]
-    index = tuple(np.array(at, int).reshape(-1, 2).T)
-    return tables[0][index], tables[1][index], tables[2][index]
+            for result, value_PB in zip(results, jax.device_get(values), strict=True):
+                for row, (_, known) in enumerate(some):
+                    for index, numbers in enumerate(known.values()):
+                        result[numbers] = value_PB[index, row]
+    return results
 
 
 def _logprobs_at(

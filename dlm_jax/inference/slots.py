@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax import devices
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import OwnRows, placement, split_rows
 from dlm_jax.inference.host import HostLoop, moved
@@ -69,9 +68,7 @@ class Bucket:
         self._shapes = self._pack_shapes(requests)
         self._widest = self._widest_of(requests, self._shapes)
         # Settings can hold an automaton of 16 MiB, which must not outlive their requests.
-        self._fits: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-        for request in requests:
-            self._fits[request.sample] = True
+        self._fits = WeakKeyDictionary[Any, bool]((request.sample, True) for request in requests)
         self.key: Hashable = (self.static, canvas, self._shapes, self.num_traced)
 
     @property
@@ -81,28 +78,23 @@ class Bucket:
 
     def holds(self, request: Request) -> bool:
         """Returns whether a request with these static settings fits the canvas and list widths."""
-        if request.room > self.canvas:
+        is_long = 0 < self.num_traced < request.sample.steps
+        if request.room > self.canvas or is_long:
             return False
-        if self.num_traced and request.sample.steps > self.num_traced:
-            return False
-        fits = self._fits.get(request.sample)
-        if fits is None:
-            fits = self._pack_shapes([request, *self._widest]) == self._shapes
-            self._fits[request.sample] = fits
-        return fits
+        if request.sample not in self._fits:
+            shapes = self._pack_shapes([request, *self._widest])
+            self._fits[request.sample] = shapes == self._shapes
+        return self._fits[request.sample]
 
     def pack(self, requests: Sequence[Request]) -> tuple[RowParams, Rules]:
-        """Packs the parameters of the requests into host arrays, one row per request.
-
-        For an empty sequence, the result contains the parameters of an arbitrary request, for idle
-        slots.
+        """Packs the parameters of the requests into host arrays, one row per request, or one row of
+        arbitrary parameters for an empty sequence.
         """
         packed = columns([*requests, *self._widest], self._facts)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[: max(1, len(requests))], packed)
 
     def _pack_shapes(self, requests: Sequence[Request]) -> Hashable:
-        """Returns a hashable description of the packed arrays: tree, shapes and dtypes, but not the
-        number of rows.
+        """Returns a hashable description of the packed arrays without their numbers of rows.
 
         Raises:
           TypeError: a field of a rule is not an array.
@@ -117,18 +109,14 @@ class Bucket:
                 )
         return tree, tuple((leaf.shape[1:], np.dtype(leaf.dtype).name) for _, leaf in leaves)
 
-    def _widest_of(self, requests: Sequence[Request], shapes: Hashable) -> list[Request]:
+    def _widest_of(self, requests: Sequence[Request], shapes: Hashable) -> Sequence[Request]:
         """Returns a subset of the requests that packs into the same shapes."""
         if len(requests) == 1 or self._pack_shapes(requests[:1]) == shapes:
-            return [requests[0]]
+            return requests[:1]
         middle = len(requests) // 2
-        halves = [
-            (half, self._pack_shapes(half)) for half in (requests[:middle], requests[middle:])
-        ]
-        for half, found in halves:
-            if found == shapes:
-                return self._widest_of(half, shapes)
-        return [request for half, found in halves for request in self._widest_of(half, found)]
+        parts = [(part, self._pack_shapes(part)) for part in (requests[:middle], requests[middle:])]
+        parts = [(part, found) for part, found in parts if found == shapes][:1] or parts
+        return [request for part, found in parts for request in self._widest_of(part, found)]
 
 
 def slot_count(rows: int, batch_size: int) -> int:
@@ -136,40 +124,6 @@ def slot_count(rows: int, batch_size: int) -> int:
     `batch_size`.
     """
     return min(batch_size, 1 << (rows - 1).bit_length())
-
-
-class Weights:
-    """The parameters of a model, and their layout for steps with a KV cache, computed once."""
-
-    def __init__(self, params: Params):
-        self.params = params
-        self._cached: Params | None = None
-
-    def for_cache(self, program: Program) -> Params:
-        """Returns the parameters in the layout of `CachedTrunk.ready`."""
-        if self._cached is None:
-            cached = program.network.cached
-            assert cached is not None, "the request was checked"
-            self._cached = self.params
-            if cached.ready is not None:
-                is_local = all(map(devices.is_on_one_cpu, jax.tree.leaves(self.params)))
-                # On one CPU device, the layout is views of the parameters, without a compiled copy.
-                ready = cached.ready if is_local else _added(cached.ready)
-                with devices.used(program.rows):
-                    self._cached = self.params | ready(self.params)
-        return self._cached
-
-
-@functools.lru_cache(maxsize=64)
-def _added(ready: Callable[[Params], Params]) -> Callable[[Params], Params]:
-    """Compiles a function that returns only the arrays that `ready` adds or changes. Unchanged
-    arrays would be copied, because all outputs of a program are new arrays.
-    """
-
-    def added(params: Params) -> Params:
-        return {name: leaf for name, leaf in ready(params).items() if params.get(name) is not leaf}
-
-    return jax.jit(added)
 
 
 class CompiledLoop:
@@ -241,9 +195,7 @@ def _compiled_loop(
 class Slots:
     """A fixed number of rows of one program. Each row runs a request or is idle.
 
-    The tokens of a row depend only on its request. Within a program, they are bitwise identical in
-    any slot and with any neighbours. A slot can run another request without recompilation.
-
+    Within a program, the tokens of a row are bitwise identical in any slot and with any neighbours.
     If the devices of the parameters belong to several processes, the slots are divided equally
     among the processes, and all processes must call `put` and `advance` together.
     """
@@ -251,15 +203,15 @@ class Slots:
     def __init__(
         self,
         loop: CompiledLoop,
-        weights: Weights,
+        model: Model,
         bucket: Bucket,
         num_slots: int,
         *,
         max_candidates: int = 64,
     ):
         self.loop, self.bucket, self.num_slots = loop, bucket, num_slots
-        self._weights, self._max_candidates = weights, max_candidates
-        self._local = OwnRows(placement(loop.program.rows, weights.params), num_slots)
+        self._model, self._max_candidates = model, max_candidates
+        self._local = OwnRows(placement(loop.program.rows, model.params), num_slots)
         self._state: State | None = None
         self._steps = np.zeros(self._local.count, np.int32)
         self._counters = np.zeros((len(Counters._fields), self._local.count), np.int32)
@@ -272,7 +224,7 @@ class Slots:
         arguments = self._arguments(new)
         if self._state is None:
             # Each process packs only its own rows; `place` then combines the rows of all processes.
-            state = with_cache(self.loop.program, self._weights.params, self.loop.begin(arguments))
+            state = with_cache(self.loop.program, self._model.params, self.loop.begin(arguments))
             self._state = self._local.place(state)
         else:
             is_new = np.zeros(self._local.count, bool)
@@ -302,12 +254,14 @@ class Slots:
             if self._local.share[1] > 1:
                 # A NumPy number is replicated, whereas a JAX array would be on one device.
                 limits = [np.int32(limit) for limit in limits]
-            state = steps(self._params_for(state), state, *limits)
+            self._state = steps(self._params_for(state), state, *limits)
         else:
-            state = self._step_on_host(steps, state, running)
-        self._state = state
-        fetched = self._local.fetch((state.step_B, list(state.counters), state.status_B))
-        step_B, counters, status_B = np.array(fetched[0]), np.stack(fetched[1]), fetched[2]
+            self._state = self._step_on_host(steps, state, running)
+        state = self._state
+        step_B, counters, status_B = self._local.fetch(
+            (state.step_B, state.counters, state.status_B)
+        )
+        step_B, counters = np.array(step_B), np.stack(counters)
         taken_B, counted = step_B - self._steps, (counters - self._counters).sum(1)
         self._steps, self._counters = step_B, counters
         ended = [running[slot] for slot in sorted(running) if status_B[slot] != Status.RUNNING]
@@ -319,7 +273,7 @@ class Slots:
         The old `Slots` object must not be used afterwards.
         """
         limit = self._max_candidates
-        new = Slots(loop, self._weights, self.bucket, num_slots, max_candidates=limit)
+        new = Slots(loop, self._model, self.bucket, num_slots, max_candidates=limit)
         count, moves = len(moves), list(moves)
         if self._state is not None:
             index = np.zeros(num_slots, np.int32)
@@ -331,49 +285,42 @@ class Slots:
         new._counters[:, :count] = self._counters[:, moves]
         return new
 
-    def num_committed(self, slots: Sequence[int]) -> int:
-        """Returns the number of tokens that the rows in these slots have written."""
-        if self._state is None:
-            return 0
-        return int((self._local.fetch(self._state.committed_BL)[list(slots)] >= 0).sum())
-
     def rows(self, entries: Sequence[Entry]) -> list[Row]:
         """Returns the current rows of requests in these slots."""
         state = self._state
         if not entries or state is None:
             return []
-        canvas, edits = state.canvas, state.edits
-        token_arrays = (canvas.tokens_BL, canvas.frozen_BL, state.logprob_BL, state.committed_BL)
-        row_arrays = (canvas.length_B, state.step_B, state.block.index_B, state.status_B)
-        origin_BL = None if edits is None else edits.origin_BL
-        (
-            (tokens, frozen, logprobs, committed),
-            (length, steps, block, status),
-            origin,
-            counters,
-        ) = self._local.fetch((token_arrays, row_arrays, origin_BL, state.counters))
+        canvas = state.canvas
+        arrays = {
+            "tokens": canvas.tokens_BL,
+            "is_frozen": canvas.frozen_BL,
+            "logprobs": state.logprob_BL,
+            "committed": state.committed_BL,
+        }
+        if state.edits is not None:
+            arrays["origin"] = state.edits.origin_BL
+        numbers = canvas.length_B, state.step_B, state.block.index_B, state.status_B
+        arrays, numbers, counters = self._local.fetch((arrays, numbers, state.counters))
         slots = [entry.slot for entry in entries if entry.slot is not None]
-        traces = self._traces(state, slots, status)
+        traces = self._traces(state, slots, numbers[3])
         now, rows = time.perf_counter(), []
         for slot, entry in zip(slots, entries, strict=True):
-            n, started = int(length[slot]), entry.started
-            assert started is not None
+            length, steps, block, status = (int(number_B[slot]) for number_B in numbers)
+            own = {name: array_BL[slot, :length].copy() for name, array_BL in arrays.items()}
+            own["committed"] = np.maximum(own["committed"], -1)
+            assert entry.started is not None
             rows.append(
                 Row(
                     number=entry.number,
-                    tokens=tokens[slot, :n].copy(),
-                    is_frozen=frozen[slot, :n].copy(),
-                    logprobs=logprobs[slot, :n].copy(),
-                    committed=np.maximum(committed[slot, :n], -1),
-                    steps=int(steps[slot]),
-                    block=int(block[slot]),
-                    status=Status.FAILED if entry.error else Status(int(status[slot])),
+                    **own,
+                    steps=steps,
+                    block=block,
+                    status=Status.FAILED if entry.error else Status(status),
                     counters=Counters(*(int(count_B[slot]) for count_B in counters)),
-                    origin=None if origin is None else origin[slot, :n].copy(),
                     read_back=tuple(entry.read_back),
                     error=entry.error,
                     waited=entry.waited,
-                    seconds=now - started,
+                    seconds=now - entry.started,
                     trace=traces.get(slot),
                 )
             )
@@ -394,9 +341,7 @@ class Slots:
 
     def _params_for(self, state: State) -> Params:
         """Returns the parameters for the loop, in the cache layout if the loop has a cache."""
-        if state.cache is None:
-            return self._weights.params
-        return self._weights.for_cache(self.loop.program)
+        return self._model.params if state.cache is None else self._model.params_for_cache
 
     def _arguments(self, new: Mapping[int, Entry]) -> dict[str, Any]:
         """Returns the arguments of `start` as host arrays. Slots without a new request are idle."""
@@ -419,7 +364,6 @@ class Slots:
 
     def _step_on_host(self, loop: HostLoop, state: State, running: Mapping[int, Entry]) -> State:
         samplers = {slot: entry.request.host_sampler for slot, entry in running.items()}
-        names = [running[n].number if n in running else -1 for n in range(self._local.count)]
         failed: dict[int, Exception] = {}
         state, written = loop.step(
             self._params_for(state),
@@ -427,7 +371,7 @@ class Slots:
             {slot: sampler for slot, sampler in samplers.items() if sampler is not None},
             read_back=[slot for slot in sorted(running) if running[slot].request.read_back],
             max_candidates=self._max_candidates,
-            names=names,
+            names={slot: entry.number for slot, entry in running.items()},
             failed=failed,
         )
         for slot, error in failed.items():

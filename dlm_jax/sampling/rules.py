@@ -336,7 +336,7 @@ class RuleTable:
 
 _NOT_SETTINGS = """
     batch_size checkpoint commit defaults draft edits every help host_sampler id infill inserts
-    is_greedy is_noise max_candidates max_length model num_processes num_samples on_commits output
+    is_greedy is_noise max_candidates max_length model num_processes num_samples on_steps output
     process_id prompt prompts read_back refines remasks renoises report_chain rules seed table
     template tokens trace transforms version watch
 """

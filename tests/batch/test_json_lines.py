@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_jax.batch import Line, RequestFile, Results, fingerprint, share
+from dlm_jax.batch import Line, RequestFile, Results, fingerprint
 from dlm_jax.batch.json_lines import KeyTable
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -133,12 +130,6 @@ def test_a_file_that_is_missing_or_changes_is_refused(tmp_path):
         list(lines)
 
 
-def test_every_line_is_in_the_share_of_exactly_one_process():
-    lines = [Line(number, number, {}) for number in range(1, 20)]
-    shares = [list(share(lines, index, 3)) for index in range(3)]
-    assert sorted((line for part in shares for line in part), key=lambda x: x.number) == lines
-
-
 @given(st.lists(st.tuples(IDS | st.tuples(IDS, st.integers(0, 9)), st.integers(0, 99))))
 @settings(deadline=None, max_examples=30)
 def test_a_table_on_disk_is_the_dict_that_keeps_the_first_place_of_a_key(pairs):
@@ -240,12 +231,6 @@ def test_each_process_writes_a_file_of_its_own_and_what_determines_the_programs_
         Results(path, fingerprint=RUN, index=3, count=3)
 
 
-def test_a_lone_surrogate_in_a_text_comes_back_from_valid_json(path):
-    with Results(path, fingerprint=RUN) as results:
-        results.write({"id": 1, "text": "a\ud800ä"})
-    assert json.loads(path.read_bytes().decode("utf-8"))["text"] == "a\ud800ä"
-
-
 @given(st.integers(0, 400))
 @settings(deadline=None, max_examples=60)
 def test_a_file_cut_at_any_byte_loses_no_whole_row_and_redoes_only_the_rest(tmp_path_factory, cut):
@@ -263,31 +248,6 @@ def test_a_file_cut_at_any_byte_loses_no_whole_row_and_redoes_only_the_rest(tmp_
         for id_ in ids[count:]:
             results.write(result(id_))
     assert path.read_bytes() == whole
-
-
-CHILD = """
-import io, os, signal, sys
-from dlm_jax.batch import Results
-assert not {"jax", "numpy"} & set(sys.modules)
-results = Results(sys.argv[1], fingerprint=sys.argv[2])
-class Half(io.FileIO):
-    def write(self, data):
-        super().write(data[: len(data) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
-for i in range(20):
-    results.write({"id": i, "text": "x" * 50})
-results._writer = Half(sys.argv[1], "a")
-results.write({"id": 20})
-"""
-
-
-def test_a_process_killed_in_the_middle_of_a_line_loses_only_that_line(path):
-    command = [sys.executable, "-c", CHILD, path, RUN]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert not path.read_bytes().endswith(b"\n")
-    with Results(path, fingerprint=RUN) as results:
-        assert len(results.done) == 20
 
 
 class Broken(BaseException):

@@ -238,7 +238,7 @@ def test_a_host_sampler_is_called_for_its_own_row_alone_while_its_program_compil
 
     async def both(engine):
         running = asyncio.create_task(engine.row(long))
-        while not any(queue.running for queue in engine.engine.queues):
+        while not engine.engine.report().running:
             await asyncio.sleep(0.01)
         row = await engine.row(hosted)
         return await running, row

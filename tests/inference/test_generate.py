@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import saved_model
 import toy_model
-from jax.sharding import NamedSharding, PartitionSpec
 
 import dlm_jax
-from dlm_jax.config import MeshConfig, SamplingParams, resolve
+from dlm_jax.config import SamplingParams, resolve
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.model import Model
@@ -50,15 +48,6 @@ def _refused(*args, **kwargs):
     return str(refusal.value)
 
 
-@pytest.mark.slow
-def test_samples_of_one_call_are_those_of_consecutive_seeds_alone():
-    together = dlm_jax.generate(MODEL, [PROMPT, "A "], num_samples=2, seed=40)
-    assert len(set(together.texts)) == 4
-    for index, prompt in enumerate([PROMPT, PROMPT, "A ", "A "]):
-        alone = dlm_jax.generate(MODEL, [prompt], seed=40 + index)
-        assert alone.texts == together.texts[index : index + 1]
-
-
 def test_texts_keep_their_prompt_and_fill_the_canvas():
     result = dlm_jax.generate(MODEL, [PROMPT, ""], num_samples=2, ignore_eos=True)
     assert result.lengths.tolist() == [MODEL.max_length] * 4
@@ -86,13 +75,6 @@ def test_a_row_ends_with_the_first_eos_it_generates():
     assert (result.tokens[0, behind] == MODEL.tokenizer.pad_id).all()
     assert (result.committed[0, behind] == -1).all()
     assert (result.logprobs[0, behind] == 0).all()
-
-
-def test_gen_length_counts_new_tokens():
-    result = dlm_jax.generate(MODEL, [PROMPT, ""], gen_length=9, num_samples=2, ignore_eos=True)
-    assert result.lengths.tolist() == [13, 13, 9, 9]
-    everything = dlm_jax.generate(MODEL, [PROMPT], gen_length=28, ignore_eos=True)
-    assert everything.lengths.tolist() == [32]
 
 
 def test_given_settings_override_what_the_model_recommends():
@@ -125,20 +107,6 @@ def test_a_given_temperature_holds_at_all_steps_unless_its_end_is_given():
     assert (made.sample.temperature, made.sample.temperature_end) == (0.0, -1.0)
 
 
-def test_loaded_model_is_the_saved_one(run_dir):
-    model = dlm_jax.load(run_dir)
-    same = dlm_jax.load(run_dir / "checkpoints")
-    assert model.tokenizer == same.tokenizer == MODEL.tokenizer
-    assert model.sample == saved_model.CONFIG.sample
-    assert model.max_length == MODEL.max_length
-    for saved, loaded in zip(
-        jax.tree.leaves(MODEL.params), jax.tree.leaves(model.params), strict=True
-    ):
-        np.testing.assert_array_equal(saved, loaded)
-    ours = dlm_jax.generate(model, [PROMPT], num_samples=4)
-    assert ours.texts == dlm_jax.generate(MODEL, [PROMPT], num_samples=4).texts
-
-
 def test_users_own_network_functions_write_what_they_must():
     """A language in which every character is followed by the next one of the alphabet."""
     tokenizer = CharacterTokenizer.of("abcdef")
@@ -159,14 +127,6 @@ def test_users_own_network_functions_write_what_they_must():
     model = Model(network, {"sureness": jnp.float32(50)}, tokenizer, max_length=6)
     settings = {"steps": 5, "order": "low_confidence", "num_samples": 3}
     assert dlm_jax.generate(model, ["a"], **settings).texts == ("abcdef",) * 3
-
-
-def test_model_on_eight_devices_writes_the_same_texts():
-    everywhere = NamedSharding(make_mesh(MeshConfig(fsdp=2)), PartitionSpec())
-    spread = dataclasses.replace(MODEL, params=jax.device_put(MODEL.params, everywhere))
-    ours = dlm_jax.generate(spread, [PROMPT], num_samples=4)
-    assert ours.texts == dlm_jax.generate(MODEL, [PROMPT], num_samples=4).texts
-    assert ours.programs == ("rows=8 canvas=64",)
 
 
 # Canvases while they are denoised
@@ -199,22 +159,6 @@ def test_a_program_that_fails_ends_a_call_and_a_stream_alike(monkeypatch):
         dlm_jax.generate(SHORT, [PROMPT])
     with pytest.raises(MemoryError, match="no room for a step"):
         list(dlm_jax.stream(SHORT, [PROMPT]))
-
-
-def test_a_row_does_not_stop_at_an_eos_that_given_text_follows():
-    eos, mask = SHORT.tokenizer.eos_id, SHORT.tokenizer.mask_id
-    template = {"template": "A <hole:4>t<hole:4>n", "block_length": 4, "stop_at_eos": True}
-    settings = {"chain": ("bias",), "logit_bias": {eos: 1000.0}, "temperature": 1.0, "steps": 8}
-    result = dlm_jax.generate(SHORT, [template], **settings)
-    assert result.status == (Status.DONE,)
-    assert mask not in result.tokens
-    assert result.tokens[0, 7:11].tolist() == [eos] * 4
-
-
-@pytest.mark.parametrize("prompt", ["The ", {"prompt": "The "}])
-def test_a_prompt_that_is_not_in_a_list_is_one_prompt(prompt):
-    one, listed = (dlm_jax.generate(SHORT, prompts) for prompts in (prompt, [prompt]))
-    assert one.texts == listed.texts and len(one.texts) == 1
 
 
 # Host samplers and read-back
@@ -255,14 +199,6 @@ def test_read_back_tells_every_commit_of_the_prompts_that_ask_in_order():
         assert record.token == result.tokens[1, record.candidates.index]
         assert record.candidates.ids.size == 3 < record.candidates.num_survivors
         assert 0 < record.probability <= 1
-
-
-def test_a_hosted_row_depends_on_its_own_seed_alone():
-    hosted = {"prompt": PROMPT, "host_sampler": only_vowels}
-    together = dlm_jax.generate(SHORT, [hosted], num_samples=4, seed=30, batch_size=1)
-    assert len(set(together.texts)) > 1
-    for index, text in enumerate(together.texts):
-        assert dlm_jax.generate(SHORT, [hosted], seed=30 + index).texts == (text,)
 
 
 def test_report_says_where_each_part_of_a_chain_runs():

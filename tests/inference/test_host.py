@@ -74,12 +74,6 @@ def _alone():
     return make_advance(PROGRAM)(toy.params(), _state(), 100)
 
 
-@pytest.mark.slow
-def test_without_samplers_the_single_steps_equal_the_compiled_loop():
-    state, _ = _run({})
-    jax.tree.map(np.testing.assert_array_equal, state.canvas, _alone().canvas)
-
-
 def test_a_host_sampler_changes_its_own_row_alone():
     state, _ = _run({1: lambda candidates: candidates.ids[-1]})
     tokens, alone = np.asarray(state.canvas.tokens_BL), np.asarray(_alone().canvas.tokens_BL)
@@ -173,19 +167,6 @@ def test_candidates_carry_a_number_of_their_own_and_say_what_was_given():
         assert record.candidates.is_greedy == (record.candidates.row == 1)
         assert record.candidates.is_hole.tolist() == (record.candidates.tokens == toy.MASK).tolist()
         assert len(record.candidates.tokens) == LENGTH
-
-
-def test_the_host_and_its_errors_call_rows_by_the_names_they_are_given():
-    names = [7, 8, 9]
-    state, records = LOOP.step(
-        toy.params(), _state(), {}, read_back=[2], max_candidates=MAX_CANDIDATES, names=names
-    )
-    assert [record.candidates.row for record in records] == [9]
-    with pytest.raises(ValueError, match=r"^row 8: the host sampler chose 'x' at position 2"):
-        LOOP.step(
-            toy.params(), state, {1: lambda candidates: "x"},
-            max_candidates=MAX_CANDIDATES, names=names,
-        )  # fmt: skip
 
 
 def test_a_row_without_finite_logits_ends_with_its_status_and_is_not_asked():

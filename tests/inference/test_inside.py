@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import enumerable
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import toy
 
-import dlm_jax
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 
@@ -35,7 +33,7 @@ def _model(**changes: Any) -> Model:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_shown_leads_to_the_output_of_the_trunk(kind):
     model = _model(**KINDS[kind])
-    found = dlm_jax.inside(model, TOKENS, LENGTHS)
+    found = jax.jit(model.network.inside)(model.params, TOKENS, LENGTHS)
     wanted, _ = jax.jit(model.network.trunk)(model.params, TOKENS, LENGTHS, None)
     last = np.asarray(found.hidden_BELD[:, -1], np.float64)
     scale = np.asarray(model.params["norm"]["scale"])
@@ -56,22 +54,3 @@ def test_what_is_shown_leads_to_the_output_of_the_trunk(kind):
     query, key = np.indices((8, 8))
     is_seen = {"grouped keys": key >= 0, "causal": key <= query, "blocks": key // 2 <= query // 2}
     assert ((weights[0] > 0) == is_seen[kind]).all()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "lengths", "message"),
-    [
-        (TOKENS[0], None, r"tokens has shape \(8,\) of int64; use integers \[B, L\]"),
-        (TOKENS + 100, None, "tokens has ids outside the vocabulary; use 0 to"),
-        (TOKENS, [8, 9], r"lengths=\[8, 9\] must be from 1 to 8 for each row"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(tokens, lengths, message):
-    with pytest.raises(ValueError, match=message):
-        dlm_jax.inside(_model(), tokens, lengths)
-
-
-def test_a_network_that_shows_nothing_says_so():
-    with pytest.raises(ValueError, match="does not expose its internals; pass `inside` to"):
-        dlm_jax.inside(enumerable.MODEL, TOKENS)
-    assert "inside" in {field.name for field in dataclasses.fields(dlm_jax.Network)}

@@ -74,14 +74,6 @@ def test_ordinary_schemas_have_automata(schema, text):
     assert re.fullmatch(regex_of_schema(schema), text)
 
 
-def test_an_object_of_optional_properties_has_a_pattern_that_grows_with_their_number():
-    sizes = [
-        len(regex_of_schema({"properties": {f"name_{n:02}": NULL for n in range(number)}}))
-        for number in (10, 20, 40)
-    ]
-    assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
-
-
 @pytest.mark.parametrize("number", [300, 40_000])
 def test_many_names_take_time_that_grows_with_their_number(number):
     names = [f"name_{n}" for n in range(number)]
@@ -95,18 +87,6 @@ def test_many_names_take_time_that_grows_with_their_number(number):
         else:
             assert "name_299" in regex_of_schema(schema)
     assert time.process_time() - start < 10
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "integer", "minimum": 3}, {"type": "number"}, {"type": ["null", "boolean"]},
-        {"type": "string", "minLength": 2}, {"type": "string"},
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("name", ["int64", "double", "password", "file-path"])
-def test_a_format_that_json_schema_does_not_define_has_no_effect(schema, name):
-    assert regex_of_schema(schema | {"format": name}) == regex_of_schema(schema)
 
 
 @pytest.mark.parametrize(

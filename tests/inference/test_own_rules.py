@@ -48,17 +48,6 @@ class Shift(dlm_jax.LogitTransform):
 
 
 @rule
-class FromTheLeft(EveryOther):
-    """Refuses canvases that do not begin with a hole."""
-
-    @classmethod
-    def check_canvas(cls, row, facts, is_open):
-        """Raises if the first position is given."""
-        if not is_open[0]:
-            raise ValueError("begin with a hole")
-
-
-@rule
 class Flat(dlm_jax.FillRule):
     """Draws from half the logits."""
 
@@ -80,13 +69,6 @@ class Flat(dlm_jax.FillRule):
 def _same(ours, theirs):
     for name in ("tokens", "logprobs", "committed", "steps", "forwards"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
-
-
-def test_any_rule_may_refuse_a_canvas():
-    settings = {"rules": [FromTheLeft], "order": "from_the_left"}
-    make_requests(MODEL, "", settings)
-    with pytest.raises(ValueError, match="begin with a hole"):
-        make_requests(MODEL, "The ", settings)
 
 
 def test_rule_objects_are_the_settings_that_name_them():

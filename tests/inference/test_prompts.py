@@ -86,7 +86,7 @@ def test_a_draft_follows_the_prompt_and_is_not_frozen():
         ({"tokens": [[1], [1, 2]]}, "tokens must be a non-empty list of ids"),
         ({"tokens": [99]}, "tokens contain id 99, outside the vocabulary of"),
         ({"tokens": [1, MASK]}, "tokens contain MASK"),
-        ({"tokens": [1], "infill": True}, "none of the tokens is MASK"),
+        ({"tokens": [1], "infill": True}, "tokens contain no MASK"),
         ({"tokens": [1], "infill": 1}, "infill=1 is not a bool"),
         ({"prompt": "a", "infill": True}, "infill requires tokens"),
         ({"tokens": [MASK] * 33, "infill": True}, "tokens of 33 tokens, including holes, exceeds"),

@@ -86,12 +86,6 @@ def test_a_stop_in_an_earlier_block_hides_what_follows():
     assert (text, is_stopped, len(places)) == ("Th", True, 3)
 
 
-def test_the_end_of_a_generation_ends_the_text():
-    reader = TextReader(MODEL, _request(order="left_to_right"))
-    assert _told(reader, _row("A Th$_____")) == [[("Th", True)]]
-    assert reader.whole(_row("A Th$", status=Status.DONE))[2]
-
-
 @pytest.mark.parametrize("stops", [("b", "a"), ("a", "b"), ("rat", "at"), ("at ", "at")])
 def test_a_text_ends_at_the_first_of_its_stops_whatever_their_order(stops):
     reader = TextReader(MODEL, _request(order="left_to_right"), stops)

@@ -37,13 +37,6 @@ def test_a_class_has_the_characters_that_re_matches(name):
             assert automaton.accepts(chr(code)) == (re.fullmatch(name, chr(code)) is not None)
 
 
-def test_equal_states_are_one():
-    # The dead state, and one for each number of letters that are still to come.
-    assert len(compile_regex("(aa|ab|ba|bb)", most_states=100).next_SK) == 4
-    assert len(compile_regex("(a|b)*", most_states=100).next_SK) == 2
-    assert len(compile_regex("(){99999999}a", most_states=100).next_SK) == 3
-
-
 def test_characters_of_several_bytes_are_letters():
     automaton = compile_regex("[é-Ж中]😀?", most_states=100)
     assert automaton.accepts("é") and automaton.accepts("中😀") and not automaton.accepts("é中")

@@ -84,16 +84,6 @@ def test_rows_that_agree_in_what_is_compiled_in_run_together():
     assert len(set(map(static_of, [*alike, *others, *others]))) == 1 + len(others)
 
 
-def test_columns_are_those_of_the_requests():
-    requests = [_request(steps=3, seed=2**32 - 1), _request(steps=5, max_new_tokens=7, guidance=1)]
-    row, rules = columns(requests, FACTS)
-    assert row.steps_B.tolist() == [3, 5]
-    assert row.seed_B.tolist() == [2**32 - 1, 0]
-    assert row.max_new_B.tolist() == [0, 7]
-    assert row.guidance_B.tolist() == [0.0, 1.0]
-    assert (rules.remask, rules.edit, rules.renoise) == (None, None, None)
-
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dlm_jax.inference.results import Row, canvas_size, texts_of
+from dlm_jax.inference.results import Row, texts_of
 from dlm_jax.sampling.row import Counters
 from dlm_jax.types import Status
 
@@ -70,7 +70,3 @@ def test_rows_stand_side_by_side_padded_to_a_canvas_that_holds_the_longest():
         assert (whole.tokens[number, n:] == PAD).all()
         assert (whole.logprobs[number, n:] == 0).all()
         assert (whole.committed[number, n:] == -1).all()
-
-
-def test_canvases_come_in_few_sizes():
-    assert [canvas_size(n) for n in (1, 64, 65, 128)] == [64, 64, 128, 128]
