@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlm_jax.batch import Line, RequestFile, Results, fingerprint
-from dlm_jax.batch.json_lines import KeyTable
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 IDS = TEXTS.filter(lambda text: not text.startswith("line ")) | st.integers(-(2**70), 2**70)
@@ -128,19 +127,6 @@ def test_a_file_that_is_missing_or_changes_is_refused(tmp_path):
     path.write_text("{}\n{}\n")
     with pytest.raises(ValueError, match="has changed during the run"):
         list(lines)
-
-
-@given(st.lists(st.tuples(IDS | st.tuples(IDS, st.integers(0, 9)), st.integers(0, 99))))
-@settings(deadline=None, max_examples=30)
-def test_a_table_on_disk_is_the_dict_that_keeps_the_first_place_of_a_key(pairs):
-    table, plain = KeyTable(), {}
-    for key, number in pairs:
-        assert table.add(key, (number, 2)) == (key not in plain)
-        plain.setdefault(key, (number, 2))
-        assert key in table
-    assert len(table) == len(plain)
-    assert all(table.place(key) == place for key, place in plain.items())
-    assert table.place("line 1") is None
 
 
 # Results
@@ -395,13 +381,6 @@ def test_what_cannot_be_written_is_refused(tmp_path, path):
         with pytest.raises(ValueError, match="out.jsonl is closed; open the results again"):
             results.write(result("c"))
     assert path.read_bytes() == line("b")
-
-
-def test_a_link_stays_one(tmp_path, path):
-    (tmp_path / "real").mkdir()
-    path.symlink_to(tmp_path / "real" / "out.jsonl")
-    work(path)
-    assert path.is_symlink() and is_finished(tmp_path / "real")
 
 
 def test_the_fingerprint_is_that_of_content_model_and_settings_and_no_others(tmp_path):

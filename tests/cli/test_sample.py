@@ -100,32 +100,24 @@ def test_a_host_sampler_is_imported_from_the_working_directory(
         (["--host-sampler", "nowhere"], "--host-sampler nowhere is not MODULE:FUNCTION"),
         (["--host-sampler", "no_where:f"], "no_where fails: ModuleNotFoundError: No module"),
         (["--host-sampler", "json:dumpz"], "json has no 'dumpz'; did you mean 'dump'?"),
-        (["--host-sampler", "math:pi"], "--host-sampler math:pi is 3.14"),
-        (["--read-back", "0"], "argument --read-back: 0 is not in [1, "),
         (["--read-back", "99"], "--read-back 99 is more than --max-candidates 64; raise the limit"),
-        (["--max-candidates", "0"], "argument --max-candidates: 0 is not in [1, "),
-        (["--draw", "gumbel"], "unknown argument '--draw'"),
         (["--prompt", "Zebra"], "'Z' (U+005A)"),
         (["--prompt", "The " * 8], "leaves no space on the canvas of 32"),
         (["--steps", "0"], "error: --steps=0 is outside [1, "),
         (["--steps", "many"], "error: --steps='many' is not an integer"),
         (["--temperature", "-1"], "error: --temperature=-1.0 is outside [0, "),
         (["--num-samples", "0"], "argument --num-samples: 0 is not in [1, "),
+        (["--max-length", str(2**20 + 1)], "--max-length: 1048577 is not in [1, 1048576]"),
         (["--seed", "-1"], "argument --seed: -1 is not in [0, 4294967295]"),
-        (["--seed", str(10**30)], "argument --seed: 1000000"),
         (
             ["--host-sampler", "os:environ"],
             "--host-sampler os:environ is a _Environ, which is not callable",
         ),
-        (["--batch-size", "0"], "argument --batch-size: 0 is not in [1, "),
-        (["--batch-size", str(2**70)], "argument --batch-size: 118059"),
         (["--gen-length", "99"], "error: --gen-length=99 and a prompt"),
-        (["--order", "randon"], "'random'"),
         (["--tempreature", "1"], "did you mean '--temperature'?"),
         (["--mesh.data", "3"], "mesh.data=3, mesh.fsdp=1, mesh.tensor=1 do not multiply to 8"),
         (["--mesh.data", "many"], "mesh.data='many' is not an integer"),
         (["--mesh.data", "8", "--batch-size", "6"], "--batch-size 6 is not divisible by the 8"),
-        (["--dtype", "float8"], "float8"),
         (["--dtype", "float16"], "--dtype='float16' is not one of float32, bfloat16, stored"),
         (["--coordinator", "here:1"], "--coordinator has no effect without --distributed"),
         (["--no-temperature"], "unknown argument '--no-temperature'"),
@@ -202,13 +194,6 @@ def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
     assert target.read_text() == first
 
 
-def test_a_canvas_of_more_than_a_million_positions_is_refused(run_dir, capsys):
-    with pytest.raises(SystemExit) as ended:
-        _run(run_dir, "--max-length", str(2**20 + 1))
-    assert ended.value.code == End.REFUSED
-    assert "--max-length: 1048577 is not in [1, 1048576]" in capsys.readouterr().err
-
-
 def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, monkeypatch):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(f'{{"gen_length": {n}, "steps": {n}}}\n' for n in (2, 20)))
@@ -234,14 +219,10 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
     ("flags", "said"),
     [
         (["--prompts", "in.jsonl"], "--prompts and --output require each other"),
-        (["--output", "out.jsonl"], "--prompts and --output require each other"),
         (["--prompts", "i", "--output", "o", "--prompt", "A"], "--prompt has no effect with"),
-        (["--prompts", "i", "--output", "o", "--watch"], "--watch has no effect with"),
-        (["--prompts", "i", "--output", "o", "--trace", "t"], "--trace has no effect with"),
         (["--prompts", "i", "--output", "o", "--read-back", "2"], "--read-back has no effect with"),
         (["--prompts", "i", "--output", "o"], "i cannot be read"),
         (["--num-processes", "2"], "--num-processes and --process-id require --prompts"),
-        (["--prompts", "i", "--output", "o", "--batch-size", "0"], "argument --batch-size: 0 is"),
         (["--trace", "nowhere/page.html"], "the directory does not exist"),
         (["--watch", "--read-back", "2"], "cannot be combined"),
         (
@@ -252,10 +233,8 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
         (["--template", "A"], "template has no <hole>"),
         (["--template", "A<hole:0>"], "gap of 0 tokens"),
         (["--draft", "cat"], "draft requires remasking"),
-        (["--block-length", "-1"], "error: --block-length=-1 is outside [0, "),
         (["--block-length", "1", "--gen-length", "9", "--steps", "4"], "9 blocks"),
         (["--order", "lowconfidence"], "did you mean 'low_confidence'"),
-        (["--remask", "remdm"], "did you mean 'remdm_"),
     ],
 )
 def test_flags_that_mean_nothing_end_with_code_2_and_one_line(run_dir, capsys, flags, said):

@@ -11,16 +11,8 @@ import tiny_run
 
 from dlm_jax.cli.ends import End
 
-SHORT = [
-    "--chain",
-    "temperature",
-    "--order",
-    "left_to_right",
-    "--steps",
-    "9",
-    "--ignore-eos",
-    "true",
-]
+ORDER = ["--chain", "temperature", "--order", "left_to_right"]
+SHORT = [*ORDER, "--steps", "9", "--ignore-eos", "true"]
 
 
 @pytest.fixture(scope="module")
@@ -28,31 +20,24 @@ def run_dir(tmp_path_factory):
     return saved_model.save(tmp_path_factory.mktemp("runs") / "toy")
 
 
-def _together(*flags, devices=2, **axes):
+def _together(*flags, **axes):
     """(exit code, standard output, standard error) of each of two processes that form one mesh."""
-    port = tiny_run.free_port()
     mesh = [part for name, size in axes.items() for part in (f"--mesh.{name}", size)]
-    children = [
-        tiny_run.program(
-            *flags, *mesh, "--distributed", "--coordinator", f"127.0.0.1:{port}",
-            "--num-processes", 2, "--process-id", index,
-            script="sample.py", JAX_NUM_CPU_DEVICES=str(devices),
-        )
-        for index in range(2)
-    ]  # fmt: skip
+    children = _start_two([*flags, *mesh])
     outputs = [child.communicate(timeout=400) for child in children]
     return [
         (child.returncode, out, err) for child, (out, err) in zip(children, outputs, strict=True)
     ]
 
 
-def _start_two(*flags, devices=2):
+def _start_two(flags, *own):
+    """Two processes that form one mesh, with further flags of each."""
     port = tiny_run.free_port()
     return [
         tiny_run.program(
-            *flags, "--distributed", "--coordinator", f"127.0.0.1:{port}",
-            "--num-processes", 2, "--process-id", index,
-            script="sample.py", JAX_NUM_CPU_DEVICES=str(devices),
+            *flags, *(flag for flags in own for flag in flags(index)), "--distributed",
+            "--coordinator", f"127.0.0.1:{port}", "--num-processes", 2, "--process-id", index,
+            script="sample.py", JAX_NUM_CPU_DEVICES="2",
         )
         for index in range(2)
     ]  # fmt: skip
@@ -119,10 +104,9 @@ def test_two_processes_print_the_texts_once(run_dir):
 def test_a_killed_process_ends_the_other(run_dir, tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"prompt": "A", "n": 64}) + "\n" for _ in range(5000)))
-    first, second = _start_two(
-        "--checkpoint", run_dir, *SHORT, "--prompts", source, "--output", output, "--gen-length",
-        "30", "--batch-size", "4", "--mesh.data", "4",
-    )  # fmt: skip
+    files = ["--prompts", source, "--output", output]
+    how = ["--gen-length", "30", "--batch-size", "4", "--mesh.data", "4"]
+    first, second = _start_two(["--checkpoint", run_dir, *SHORT, *files, *how])
     deadline = time.monotonic() + 200
     while not list(tmp_path.glob("out.jsonl*")) and first.poll() is None:
         assert time.monotonic() < deadline
@@ -137,15 +121,7 @@ def test_a_killed_process_ends_the_other(run_dir, tmp_path):
 @pytest.mark.slow
 def test_processes_with_other_flags_or_files_are_refused(run_dir, tmp_path):
     flags = ["--checkpoint", run_dir, *SHORT, "--prompt", "The ", "--mesh.data", "4"]
-    port = tiny_run.free_port()
-    children = [
-        tiny_run.program(
-            *flags, "--seed", index, "--distributed", "--coordinator", f"127.0.0.1:{port}",
-            "--num-processes", 2, "--process-id", index, script="sample.py",
-            JAX_NUM_CPU_DEVICES="2",
-        )
-        for index in range(2)
-    ]  # fmt: skip
+    children = _start_two(flags, lambda index: ["--seed", index])
     errors = [child.communicate(timeout=200)[1] for child in children]
     assert [child.returncode for child in children] == [2, 2], errors
     assert all(

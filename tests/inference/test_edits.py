@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from edited_rows import MODEL, PROMPTS, SAMPLE, TOKENIZER
+from edited_rows import MODEL, PROMPTS, TOKENIZER
 
 import dlm_jax
 from dlm_jax.config import SamplingParams
@@ -123,17 +123,11 @@ def _refused(model=MODEL, prompt="The ", **settings):
     ("settings", "said"),
     [
         ({"delete_lambda": -1.0}, "delete_lambda=-1.0 is outside [0, 1000000]; use 0.3, say"),
-        ({"cooldown_distance": -1}, "cooldown_distance=-1 is outside"),
         ({"max_new_tokens": 9}, "requires edit=True and a length_target_mode; otherwise, use"),
-        ({"edit_token": "spaces"}, "edit_token='spaces' is not one of space, mask; did you mean"),
-        ({"insert_ratio": 0.1}, "did you mean 'insert_ratio_"),
         ({"schedule": "linear"}, "resample does not support a quota of order='random'; use"),
         ({"resample": False}, "edit inserts spaces that no rule rewrites; use edit_token='mask'"),
         ({"resample": False}, "--preset variable_length, in Python Model.preset("),
-        ({"schedule": "linear"}, "or --preset variable_length"),
         ({"resample": False, "edit_token": "mask", "renoise_end": 0.1}, "use renoise='mask'"),
-        ({"prompt": "The cat", "max_length": 6}, "leaves no space on the canvas of 6"),
-        ({"prompt": "The ", "draft": "cat", "max_length": 6}, "prompt and draft of 7 tokens"),
         ({"draft": "cat", "edit": False, "resample": False}, "draft requires remasking"),
         ({"draft": "cat", "insert_ratio_start": 0.0, "delete_ratio_start": 0.0,
           "resample": False}, "draft requires remasking"),
@@ -141,29 +135,6 @@ def _refused(model=MODEL, prompt="The ", **settings):
 )  # fmt: skip
 def test_what_means_nothing_or_cannot_be_is_refused_in_one_line_with_its_remedy(settings, said):
     assert said in _refused(prompt={"prompt": "The "} | settings)
-
-
-def _flat() -> Model:
-    """Finds every token as likely as any other; it has no space, and more logits than tokens."""
-    tokenizer = CharacterTokenizer(TOKENIZER.characters.replace(" ", "!"))
-    size = tokenizer.vocab_size + 40
-    network = Network(
-        init=lambda key: {},
-        trunk=lambda params, tokens_BL, length_B, cache: (jax.nn.one_hot(tokens_BL, size), cache),
-        embed=lambda params, ids: jax.nn.one_hot(ids, size),
-        readout=lambda params, hidden_ND: jnp.zeros((hidden_ND.shape[0], size)),
-        vocab_size=size,
-    )
-    return Model(network, {}, tokenizer, max_length=32, sample=SAMPLE)
-
-
-def test_what_puts_spaces_needs_a_vocabulary_with_a_space():
-    model = _flat()
-    assert model.tokenizer.space_id is None
-    said = _refused(model, "The!")
-    assert said.startswith("edit_token='space' requires a space token") and "'mask'" in said
-    said = _refused(model, "The!", edit=False, renoise_start=0.1)
-    assert said.startswith("renoise='space' requires a space token") and "'mask'" in said
 
 
 # The loop of the document on variable-length edits
@@ -175,28 +146,12 @@ DOCUMENT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["shakespeare", "proofreader"])
-def test_the_preset_is_the_documents_loop_whatever_the_model_recommends(name):
-    model = dlm_jax.load(name)
+def test_the_preset_is_the_documents_loop_whatever_the_model_recommends():
+    model = dlm_jax.load("proofreader")
     preset = model.preset("variable_length")
     settled = vars(settings_of_call(model, preset))
     assert preset.items() <= settled.items() and preset.items() >= DOCUMENT.items()
     assert settled["resample"] and settled["schedule"] == "all" and settled["remask"] == "none"
-    # Only how long it runs, and what is drawn, is left to the model and to the call.
-    free = {
-        "steps",
-        "ignore_eos",
-        "temperature",
-        "temperature_end",
-        "chain",
-        "min_p",
-        "top_p",
-        "top_k",
-    }
-    neutral = SamplingParams(**preset)
-    differing = {key for key, value in settled.items() if value != getattr(neutral, key)}
-    own_slots = ("edit_gain", "edit_lead", "edit_trials", "edit_replace", "threshold", "sampler_")
-    assert not {key for key in differing - free if not key.startswith(own_slots)}
 
 
 ROCK, FOX = (f"the quick brown {word} jumps over the lazy dog" for word in ("rock", "fox"))

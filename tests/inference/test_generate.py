@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -230,37 +229,6 @@ def test_report_says_where_each_part_of_a_chain_runs():
 )
 def test_bad_argument_is_refused_in_one_line(settings, said):
     assert said in _refused(MODEL, **settings)
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda path: shutil.rmtree(path), "does not exist"),
-        (lambda path: _empty(path), "no complete checkpoint"),
-        (lambda path: _truncate(path), "no usable checkpoint"),
-        (lambda path: saved_model.save(_empty(path), width=32), "use the training config"),
-        (lambda path: saved_model.save(_empty(path), depth=3), "use the training config"),
-    ],
-    ids=["missing", "empty", "truncated", "other width", "other depth"],
-)
-def test_unusable_checkpoint_is_refused_in_one_line(tmp_path, damage, said):
-    path = saved_model.save(tmp_path / "run")
-    damage(path)
-    with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
-        dlm_jax.load(path, report=lambda line: None)
-    assert said in str(refusal.value)
-    assert str(path) in str(refusal.value)
-
-
-def _empty(path):
-    shutil.rmtree(path)
-    path.mkdir()
-    return path
-
-
-def _truncate(path):
-    for file in path.rglob("d/*"):  # the data files of Orbax
-        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 @pytest.mark.slow

@@ -60,7 +60,9 @@ def rows(count: int = len(PROMPTS)) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return tokens, lengths, np.arange(5, 5 + count).astype(np.uint32)
 
 
-def _check_texts(case: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_texts_are_those_of_generate_bit_for_bit(case):
     settings = {"steps": 8} | CASES[case]
     wanted = dlm_jax.generate(model(), PROMPTS, seed=5, gen_length=LENGTH, **settings)
     sampler = dlm_jax.sampler(model(), **settings)
@@ -75,18 +77,6 @@ def _check_texts(case: str) -> None:
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
     np.testing.assert_array_equal(found.status, wanted.status)
     np.testing.assert_array_equal(found.counters.forwards, wanted.forwards)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["wavefront"])
-def test_texts_are_those_of_generate_bit_for_bit(case):
-    _check_texts(case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [name for name in CASES if name != "wavefront"])
-def test_texts_are_those_of_generate_for_every_fill_and_edit(case):
-    _check_texts(case)
 
 
 # A model of eight texts compiles fast.

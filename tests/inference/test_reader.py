@@ -174,12 +174,6 @@ def test_a_text_ends_at_an_id_and_has_its_text_only_if_it_keeps_stops(keeps_stop
     assert _told(reader, _row("t ca____"), _row("t catra_"))[-1][-1][1]
 
 
-def test_an_infill_and_given_tokens_have_no_stop_id():
-    stop = int(TOKENIZER.encode("t")[0])
-    reader = TextReader(MODEL, _request(order="left_to_right"), (), [stop])
-    assert reader.whole(_row("ttcarran"))[0] == "carran"
-
-
 @pytest.mark.parametrize(
     ("stop", "ids", "told"),
     [

@@ -1,12 +1,11 @@
 """Rows cut at their end, and rows side by side."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dlm_jax.inference.results import Row, texts_of
+from dlm_jax.inference.results import Row
 from dlm_jax.sampling.row import Counters
 from dlm_jax.types import Status
 
@@ -50,23 +49,3 @@ def test_a_row_ends_with_the_first_of_the_ends_that_it_wrote(tokens, frozen, eos
         np.testing.assert_array_equal(getattr(cut, name), getattr(row, name)[:length])
     assert (cut.steps, cut.status, cut.counters) == (row.steps, row.status, row.counters)
     assert dataclasses.replace(row, origin=None).upto_eos(eos_ids).origin is None
-
-
-def test_rows_stand_side_by_side_padded_to_a_canvas_that_holds_the_longest():
-    rows = [_row([1, 2, 3], [0]), _row(list(range(1, 8)) * 10, status=Status.STEP_LIMIT)]
-    model = SimpleNamespace(tokenizer=SimpleNamespace(pad_id=PAD, decode=str))
-    whole = texts_of(model, dict(enumerate(rows)))
-    assert whole.tokens.shape == whole.logprobs.shape == whole.committed.shape == (2, 128)
-    assert whole.lengths.tolist() == [3, 70]
-    assert whole.steps.tolist() == whole.forwards.tolist() == [3, 70]
-    assert whole.status == (Status.DONE, Status.STEP_LIMIT)
-    assert whole.counters.lost.tolist() == [2, 2]
-    assert whole.counters.waves.tolist() == [0, 0]
-    for number, row in enumerate(rows):
-        n = row.tokens.size
-        np.testing.assert_array_equal(whole.tokens[number, :n], row.tokens)
-        np.testing.assert_array_equal(whole.logprobs[number, :n], row.logprobs)
-        np.testing.assert_array_equal(whole.committed[number, :n], row.committed)
-        assert (whole.tokens[number, n:] == PAD).all()
-        assert (whole.logprobs[number, n:] == 0).all()
-        assert (whole.committed[number, n:] == -1).all()

@@ -158,20 +158,6 @@ def test_every_text_is_valid_where_keywords_of_several_schemas_meet():
         assert not _broken(schema, rng, 60), schema
 
 
-@pytest.mark.parametrize(
-    ("pattern", "both"),
-    [(r"^\d+$", "[0-9]+"), (r"^\w$", "[0-9A-Za-z_]"), (r"^\D$", r"[^\d]"), (r"^\W$", r"[^\w]"),
-     (r"^\s$", " "), (r"^\S$", r"[^\s\ufeff]"), (r"^[^\s]$", r"[^\s\ufeff]"),
-     (r"^[^\da]$", r"[^\da]"), (r"^[\w-]$", "[0-9A-Za-z_-]"), (r"^.$", r"[^\n\r\u2028\u2029]")],
-)  # fmt: skip
-def test_a_class_of_characters_is_what_python_and_ecma_both_match(pattern, both):
-    automaton = compile_regex(regex_of_schema({"pattern": pattern}), most_states=1 << 14)
-
-    for c in ALPHABET:
-        if c >= " " and c not in '"\\':
-            assert automaton.accepts(f'"{c}"') == (re.fullmatch(both, c) is not None), c
-
-
 @pytest.mark.parametrize("bound", [5, 0, -3, 0.5, 999.5, 2**53 + 1, 123456.789])
 def test_a_fraction_that_a_float_rounds_to_an_excluded_bound_does_not_match(bound):
     for name, step in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1), ("minimum", 0)):
