@@ -55,6 +55,7 @@ def test_settings_of_a_prompt_precede_those_of_the_call():
     assert (made.tokens.size, made.seed) == (16, 5)
     (made,) = make_requests(toy_model.MODEL, {"prompt": "A "}, call, 2)
     assert (made.tokens.size, made.seed) == (8, 5)
+    assert [one.seed for one in make_requests(toy_model.MODEL, "A ", call, 2, 3)] == [5, 6, 7]
 
 
 def test_a_draft_follows_the_prompt_and_is_not_frozen():
