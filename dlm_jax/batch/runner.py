@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import dlm_jax.config as configs
-from dlm_jax.batch.json_lines import KeyTable, Line
+from dlm_jax.batch.json_lines import Key, Line
 from dlm_jax.distributed.partitions import digest_of
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
@@ -31,31 +31,6 @@ READ_AHEAD = 1024
 """Number of rows that are read before the first step, and that may wait for a slot."""
 
 _PYTHON_ONLY = {"rules", "transforms", "commit", "trace", "host_sampler", "read_back"}
-
-
-class Sink(Protocol):
-    """A store of results; `done` has the keys of the stored results."""
-
-    @property
-    def done(self) -> KeyTable: ...
-
-    def write(self, result: Mapping[str, Any]) -> None: ...
-
-
-class RunReport(NamedTuple):
-    """Statistics of a run.
-
-    Attributes:
-      rows: number of finished rows.
-      errors: number of rows that ended in an error.
-      tokens: number of tokens that the finished rows generated.
-      programs: canvas and number of slots of each program that ran.
-    """
-
-    rows: int
-    errors: int
-    tokens: int
-    programs: tuple[str, ...]
 
 
 def describe_model(model: Model) -> dict[str, Any]:
@@ -81,16 +56,17 @@ def describe_model(model: Model) -> dict[str, Any]:
 def run_requests(
     model: Model,
     lines: Iterable[Line],
-    results: Sink,
+    write: Callable[[dict[str, Any], int], Any],
     *,
+    done: Container[Key] = (),
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     batch_size: int = 64,
     read_ahead: int = READ_AHEAD,
     on_start: Callable[[Engine], Any] | None = None,
-    on_result: Callable[[Mapping[str, Any], int], Any] | None = None,
-) -> RunReport:
-    """Runs the lines that have no result in `results` yet, and writes results as rows finish.
+) -> tuple[str, ...]:
+    """Runs the lines and calls `write` with results as rows finish. Returns the canvas and the
+    number of slots of each program that ran.
 
     A result has ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a
     slot) and counters (``forwards``, ``waves``, and other nonzero `Counters`), or ``id`` and
@@ -108,26 +84,20 @@ def run_requests(
       lines: all lines of this process in order, including finished lines, because they determine
         the shapes of the programs. If the model's devices belong to several processes, pass the
         lines of all processes; each process runs its part.
-      results: the store to which results are written.
+      write: called with each result and the number of tokens generated for it.
+      done: the keys of results that exist already.
       seed: seed of the first row. Sample i of a line without a seed has the seed ``seed +
         line.first + i``; sample i of a line with a seed has the line's seed plus i.
       settings: default settings for all lines, in the form of a line's settings.
       batch_size: maximum number of slots per program.
       read_ahead: maximum number of rows that wait for a slot.
       on_start: called once with the engine, before anything is read or compiled.
-      on_result: called with each written result and the number of tokens generated for it.
     """
-    errors = rows = tokens = 0
     accepted: dict[int, tuple[Accepted, int]] = {}
 
-    def write(line: Line, sample: int, result: dict[str, Any], num_tokens: int = 0) -> None:
-        nonlocal errors, rows, tokens
+    def write_result(line: Line, sample: int, result: dict[str, Any], num_tokens: int = 0) -> None:
         name = {"id": line.id} | ({"sample": sample} if line.num_samples > 1 else {})
-        results.write(name | result)
-        if on_result is not None:
-            on_result(name | result, num_tokens)
-        is_error = "error" in result
-        errors, rows, tokens = errors + is_error, rows + (not is_error), tokens + num_tokens
+        write(name | result, num_tokens)
 
     def requests(engine: Engine) -> Iterator[Request | None]:
         """The rows of this process without a result. None stands for all other rows."""
@@ -146,11 +116,11 @@ def run_requests(
                 request = replace(shorten(request), seed=own_seed, number=number)
                 if place >= read_ahead:
                     engine.reserve([request], is_part=True)
-            if line.number % count != index or line.key(sample) in results.done:
+            if line.number % count != index or line.key(sample) in done:
                 yield None
                 continue
             if request is None:
-                write(line, sample, {"error": one.error})
+                write_result(line, sample, {"error": one.error})
             else:
                 accepted[line.first + sample] = one, sample
             yield request
@@ -165,10 +135,10 @@ def run_requests(
             if row.status is Status.NON_FINITE:
                 why = f"the model's logits are not finite after {row.steps} steps"
                 error = {"error": f"line {one.line.number}: {why}", "status": "non_finite"}
-                write(one.line, sample, error)
+                write_result(one.line, sample, error)
             else:
-                write(one.line, sample, *_result(model, one, row))
-    return RunReport(rows, errors, tokens, engine.report().programs)
+                write_result(one.line, sample, *_result(model, one, row))
+    return engine.report().programs
 
 
 class Accepted(NamedTuple):

@@ -117,9 +117,11 @@ def _check_modes(args: argparse.Namespace) -> None:
         raise ValueError("--prompts and --output require each other; pass both")
     is_file, hosted = args.prompts is not None, ("host_sampler", "read_back")
     for name in ("prompt", "template", "draft", "watch", "trace", *hosted):
+        flag = f"--{name.replace('_', '-')}"
         if is_file and getattr(args, name):
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} has no effect with --prompts; remove it")
+            raise ValueError(f"{flag} has no effect with --prompts; remove it")
+        if name in hosted and getattr(args, name) and (args.watch or args.trace):
+            raise ValueError(f"{flag} and --watch or --trace cannot be combined; remove one")
     is_shared = args.num_processes is not None or args.process_id is not None
     if is_shared and not is_file and not args.distributed:
         raise ValueError("--num-processes and --process-id require --prompts; pass it")
@@ -128,14 +130,7 @@ def _check_modes(args: argparse.Namespace) -> None:
     if args.chat and (is_file or args.template or args.draft or args.prompt is None):
         raise ValueError("--chat formats --prompt as a turn; pass --prompt and no other text")
     if (args.read_back or 0) > args.max_candidates:
-        raise ValueError(
-            f"--read-back {args.read_back} is more than --max-candidates {args.max_candidates}; "
-            f"raise the limit to {args.read_back}"
-        )
-    for name in hosted:
-        if getattr(args, name) and (args.watch or args.trace):
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} and --watch or --trace cannot be combined; remove one")
+        raise ValueError(f"--read-back {args.read_back} is more than --max-candidates; raise it")
     page = None if args.trace is None else Path(args.trace)
     if page is not None and page.is_dir():
         raise ValueError(f"--trace {page} is a directory; pass a file")

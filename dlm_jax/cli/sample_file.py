@@ -22,7 +22,6 @@ from dlm_jax.batch.json_lines import (
     RequestFile,
     Results,
     fingerprint,
-    result_key,
     share,
 )
 from dlm_jax.batch.runner import READ_AHEAD, describe_model, describe_settings, run_requests
@@ -34,18 +33,6 @@ from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.progress import Progress
 from dlm_jax.store.files import NO_SOURCE
-
-
-class _NoResults:
-    """Replaces `Results` in a process that computes but does not write."""
-
-    def __init__(self, done: KeyTable, plan: dict[str, int]):
-        self.done, self.plan = done, plan
-
-    def write(self, result: Mapping[str, Any]) -> None:
-        key = result_key(result)
-        assert key is not None
-        self.done.add(key)
 
 
 class _Keys:
@@ -86,29 +73,29 @@ def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[s
             results = Results(args.output, fingerprint=mark, index=index, count=count, plan=plan)
     with results or contextlib.nullcontext():
         with refusals():
-            store = _same_in_all(results, lines, index, count)
+            done, plan = _same_in_all(results, lines, index, count)
         if jax.process_index() == 0:
             print(heads_line(model, sample), file=sys.stderr)
-        return _run(model, args, settings, lines, (index, count), store)
+        return _run(model, args, settings, lines, (index, count), results, done, plan)
 
 
 def _same_in_all(
     results: Results | None, lines: Iterable[Line], index: int, count: int
-) -> Results | _NoResults:
-    """The results of this process's part, also in a process that does not write them."""
+) -> tuple[KeyTable, dict[str, int]]:
+    """The finished keys and the plan of this process's part, also if it writes no results."""
     if results is not None and jax.process_count() == 1:
-        return results
+        return results.done, results.plan
     keys = list[Key]() if results is None else _Keys(lines, index, count)
     done = results and np.packbits(np.fromiter((key in results.done for key in keys), bool))
     told = gathered((index, results and (results.plan, done)))
     plan, bits = next(value for i, value in told if i == index and value is not None)
     if results is not None:
-        return results
+        return results.done, results.plan
     table = KeyTable()
     for key, is_done in zip(_Keys(lines, index, count), np.unpackbits(bits), strict=False):
         if is_done:
             table.add(key)
-    return _NoResults(table, plan)
+    return table, plan
 
 
 def _share(model: dlm_jax.Model, args: argparse.Namespace) -> tuple[int, int, bool]:
@@ -134,56 +121,60 @@ def _run(
     settings: dict[str, Any],
     lines: Iterable[Line],
     part: tuple[int, int],
-    results: Results | _NoResults,
+    results: Results | None,
+    done: KeyTable,
+    plan: Mapping[str, int],
 ) -> int:
     """Runs the lines of this process (`part`) that have no result yet, and prints a summary."""
-    writes, num_lines, num_done, num_rows = isinstance(results, Results), 0, 0, 0
+    num_lines = num_done = num_rows = 0
     for line in share(lines, *part):
-        missing = sum(key not in results.done for key in line.keys)
+        missing = sum(key not in done for key in line.keys)
         num_lines, num_done, num_rows = num_lines + 1, num_done + (not missing), num_rows + missing
-    if num_done and writes:
+    if num_done and results is not None:
         print(f"{num_done} of {num_lines} requests are done", file=sys.stderr)
-    start, tokens, engines = time.perf_counter(), 0, list[Engine]()
+    start, rows, errors, tokens, engines = time.perf_counter(), 0, 0, 0, list[Engine]()
     progress = Progress(
         "sample",
         num_rows,
         "row",
         compiling=lambda: engines[0].compiling if engines else "",
-        is_shown=writes and num_rows > 0,
+        is_shown=results is not None and num_rows > 0,
     )
 
-    def show(result: Mapping[str, Any], new: int) -> None:
-        nonlocal tokens
-        tokens += new
+    def write(result: Mapping[str, Any], new: int) -> None:
+        nonlocal rows, errors, tokens
+        if results is not None:
+            results.write(result)
+        is_error = "error" in result
+        rows, errors, tokens = rows + (not is_error), errors + is_error, tokens + new
         progress.update(note=f"{tokens / max(progress.seconds(), 1e-6):,.0f} tokens/s")
 
     try:
         with progress:
-            report = run_requests(
+            programs = run_requests(
                 model,
                 lines if args.distributed else share(lines, *part),
-                results,
+                write,
+                done=done,
                 seed=args.seed,
                 settings=settings,
-                batch_size=results.plan["batch_size"],
-                read_ahead=results.plan["read_ahead"],
+                batch_size=plan["batch_size"],
+                read_ahead=plan["read_ahead"],
                 on_start=engines.append,
-                on_result=show,
             )
     except KeyboardInterrupt:
         print("stopped; the same command resumes from here", file=sys.stderr)
         if jax.process_count() > 1:  # a process that returns waits for the others
             raise SystemExit(End.INTERRUPTED) from None
         return End.INTERRUPTED
-    if not isinstance(results, Results):
+    if results is None:
         return End.DONE
     with refusals():
         results.finish(_Keys(lines, *part))
     seconds = time.perf_counter() - start
     print(
-        f"{report.rows} rows, {report.errors} refused, {report.tokens} tokens in {seconds:.2f} s "
-        f"({report.tokens / seconds:,.0f} tokens/s); "
-        f"{len(report.programs)} programs ({', '.join(report.programs)})",
+        f"{rows} rows, {errors} refused, {tokens} tokens in {seconds:.2f} s "
+        f"({tokens / seconds:,.0f} tokens/s); {len(programs)} programs ({', '.join(programs)})",
         file=sys.stderr,
     )
     print(f"wrote {args.output if part[1] == 1 else results.path}", file=sys.stderr)

@@ -560,7 +560,6 @@ class Engine:
             block=0,
             status=status,
             error=error,
-            is_lost=error is not None,
             waited=entry.waited,
         )
 
@@ -589,16 +588,13 @@ class AsyncEngine:
         self._is_closing = False
         self._callers: dict[int, asyncio.Queue[Row | Exception]] = {}
         self._work = threading.Event()
-        # Not a daemon, which JAX would abort at the end of the process, nor of a pool, which would
-        # keep the process while the engine is open.
+        # A daemon would be aborted by JAX at the end of the process.
         self._driver: threading.Thread | None = None
         self._error: Exception | None = None
 
     @property
     def is_running(self) -> bool:
-        """True while requests can run: the context is entered, and the engine is not closed and has
-        not failed.
-        """
+        """True if the context is entered, and the engine is not closed and has not failed."""
         return self._driver is not None and self._driver.is_alive()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -623,14 +619,12 @@ class AsyncEngine:
         return self._rows(request, True)
 
     async def close(self) -> None:
-        """Closes the engine after the current call to `Engine.step`. Waiting callers receive a
-        ValueError.
-        """
+        """Closes the engine after the current step. Waiting callers receive a ValueError."""
         self._is_closing = True
         self._work.set()
         try:
-            if self._driver is not None:
-                await asyncio.to_thread(self._driver.join)
+            while self.is_running:
+                await asyncio.sleep(0.01)
         finally:
             if self._driver is not None:
                 self._driver.join()  # also if the caller is cancelled
@@ -640,9 +634,7 @@ class AsyncEngine:
             raise self._error
 
     async def _rows(self, request: Request, is_watched: bool) -> AsyncGenerator[Row, None]:
-        """Yields the rows of a request. The request is cancelled if the caller stops before it
-        ends.
-        """
+        """Yields the rows of a request, which is cancelled if the caller stops before it ends."""
         engine, rows = self.engine, asyncio.Queue[Row | Exception]()
         if engine.share[1] == 1 and not self._is_closing and not engine.is_compiled(request):
             # Rows of other programs go on; all processes compile together.

@@ -38,7 +38,6 @@ class Row:
         positions. None without edits.
       read_back: read-back records of the tokens, in commit order.
       error: exception of the host sampler or the program, or None.
-      is_lost: whether the program raised `error`, so that the state of the row is lost.
       waited: seconds that the row waited for a slot.
       seconds: seconds spent in a slot.
       trace: trace of the ended row, or None.
@@ -56,7 +55,6 @@ class Row:
     origin: np.ndarray | None = None
     read_back: tuple[Written, ...] = ()
     error: Exception | None = None
-    is_lost: bool = False
     waited: float = 0.0
     seconds: float = 0.0
     trace: Trace | None = None

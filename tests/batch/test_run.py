@@ -85,8 +85,9 @@ def _run(
     target = directory / "out.jsonl"
     seen = []
 
-    def on_result(result, generated):
+    def write(result, generated):
         assert generated <= result.get("length", 0)
+        results.write(result)
         seen.append(result)
         if stop_after is not None and len(seen) == stop_after:
             raise KeyboardInterrupt
@@ -95,8 +96,8 @@ def _run(
     try:
         with results:
             run_requests(
-                model, share(lines, index, count), results, seed=5, batch_size=batch_size,
-                on_result=on_result, **options,
+                model, share(lines, index, count), write, done=results.done, seed=5,
+                batch_size=batch_size, **options,
             )  # fmt: skip
             own = share(lines, index, count)
             results.finish([key for line in own for key in line.keys])
@@ -253,23 +254,23 @@ def test_a_long_file_runs_in_programs_of_one_size_and_is_read_as_rows_start(tmp_
             read.append(line.number)
             yield line
 
-    def on_result(result, new):
+    def write(result, new):
+        results.write(result)
         seen.append(result["id"])
         # The rows that wait, and those in the slots of two programs.
         assert len(read) <= len(seen) + 6 + 2 * 4
 
     plan = {"batch_size": 4, "read_ahead": 6}
-    reports = []
+    programs = []
     for stop in (7, None):
         with Results(tmp_path / "out.jsonl", fingerprint="same", plan=plan) as results:
             assert results.plan == {"batch_size": 4, "read_ahead": 6}
             some = itertools.islice(coming(), stop)
-            reports.append(run_requests(MODEL, some, results, **results.plan, on_result=on_result))
+            programs.append({*run_requests(MODEL, some, write, done=results.done, **results.plan)})
         read.clear()
         plan = {"batch_size": 8, "read_ahead": 1000}  # that of the first run stays
     assert sorted(seen) == sorted(line.id for line in lines)
-    assert set(reports[1].programs) == {"rows=4 canvas=64", "rows=4 canvas=128"}
-    assert set(reports[0].programs) == {"rows=4 canvas=64"}
+    assert programs == [{"rows=4 canvas=64"}, {"rows=4 canvas=64", "rows=4 canvas=128"}]
 
 
 def test_models_are_told_apart():

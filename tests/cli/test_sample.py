@@ -100,7 +100,7 @@ def test_a_host_sampler_is_imported_from_the_working_directory(
         (["--host-sampler", "nowhere"], "--host-sampler nowhere is not MODULE:FUNCTION"),
         (["--host-sampler", "no_where:f"], "no_where fails: ModuleNotFoundError: No module"),
         (["--host-sampler", "json:dumpz"], "json has no 'dumpz'; did you mean 'dump'?"),
-        (["--read-back", "99"], "--read-back 99 is more than --max-candidates 64; raise the limit"),
+        (["--read-back", "99"], "--read-back 99 is more than --max-candidates; raise it"),
         (["--prompt", "Zebra"], "'Z' (U+005A)"),
         (["--prompt", "The " * 8], "leaves no space on the canvas of 32"),
         (["--steps", "0"], "error: --steps=0 is outside [1, "),

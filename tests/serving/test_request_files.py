@@ -23,7 +23,8 @@ def _answered(directory, model, requests):
     source, target = directory / "in.jsonl", directory / "out.jsonl"
     source.write_text("".join(json.dumps(one) + "\n" for one in requests))
     with Results(target, fingerprint="same") as results:
-        run_requests(model, list(RequestFile(source)), results, seed=5, batch_size=8)
+        lines = list(RequestFile(source))
+        run_requests(model, lines, lambda one, _: results.write(one), seed=5, batch_size=8)
     rows = [json.loads(line) for line in target.read_text().splitlines()]
     return sorted((row for row in rows if "text" in row), key=lambda row: row["id"])
 
