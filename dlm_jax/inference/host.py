@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -145,7 +146,10 @@ def chosen(sampler: HostSampler, candidates: Candidates) -> int:
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"{where} failed {at}: {why}") from error
-    is_id = hasattr(token, "__index__") and not isinstance(token, bool)
+    try:
+        is_id = not isinstance(token, bool) and operator.index(token) is not None
+    except TypeError:
+        is_id = False
     (places,) = np.nonzero(candidates.ids == int(token)) if is_id else ([],)
     if not len(places):
         raise ValueError(
