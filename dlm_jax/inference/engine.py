@@ -438,8 +438,7 @@ class Engine:
             watched = [e for e in queue.running.values() if e.is_watched and e not in ended]
         rows = slots.rows([*ended, *watched])
         rows, shown = rows[: len(ended)], rows[len(ended) :]
-        for entry in ended:
-            del queue.running[entry.slot]
+        queue.running = {slot: e for slot, e in queue.running.items() if e not in ended}
         report = self._report
         self._report = dataclasses.replace(
             report,

@@ -69,6 +69,7 @@ def stops_of(
         why = f"has a string that is empty or longer than {_LONGEST_STOP}"
         require(1 <= len(text) <= _LONGEST_STOP, "stop", UNSET, why)
         for special in specials_in(tokenizer, text)[:1]:
+            assert isinstance(tokenizer, HubTokenizer)
             name = tokenizer.token(special)
             why, remedy = f"has the special token {name!r} among text", f"use {name!r}"
             require(name == text, "stop", text, why, remedy)

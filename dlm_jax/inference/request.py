@@ -513,15 +513,16 @@ def pattern_of_format(form: Any) -> str | None:
     for name in [k for k, v in form.items() if v is not None and k not in ("type", kind)]:
         why = f"of type {kind} has {name[:60]!r}"
         raise SettingError("response_format", UNSET, why, "remove it")
-    value, schema = form.get(kind), {"type": "object"}
-    if kind == "json_schema":
-        schema = value.get("schema") if isinstance(value, Mapping) else None
-    elif kind == "regex":
+    value: Any = form.get(kind)
+    if kind == "regex":
         require(isinstance(value, str), "response_format", UNSET, "lacks regex, a string", "add it")
     if kind in ("text", "regex"):
         return value or None if kind == "regex" else None
-    if not isinstance(schema, Mapping):
-        raise SettingError("response_format", UNSET, 'lacks "schema" in json_schema', "add it")
+    schema: Any = {"type": "object"}
+    if kind == "json_schema":
+        schema = value.get("schema") if isinstance(value, Mapping) else None
+    why = 'lacks "schema" in json_schema'
+    require(isinstance(schema, Mapping), "response_format", UNSET, why, "add it")
     return regex_of_schema(schema)
 
 
