@@ -58,11 +58,8 @@ class KeyTable:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a file of requests: its settings, or the reason why it cannot run.
-
-    `settings` has every key except the id and ``n``, or is empty if there is an error. A line with
-    an error counts as one sample. Such a line keeps its id, unless the id is invalid or the line
-    cannot be read.
+    """One line of a file of requests: its settings without id and ``n``, or the reason why it
+    cannot run. A line with an error counts as one sample, and keeps its id if that is valid.
 
     Attributes:
       number: line number, from 1; blank lines are counted.

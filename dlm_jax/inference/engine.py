@@ -41,16 +41,9 @@ _SECONDS_PER_CHECK = 0.5
 class Report:
     """Totals over all calls of an engine, and its current load.
 
-    Attributes:
-      rows: number of rows that have ended.
-      tokens: number of tokens that these rows generated.
-      steps: number of steps taken, summed over all rows.
-      counters: counters, summed over all rows.
-      waiting: number of requests in the queues.
-      running: number of running rows.
-      slots: total number of slots in the running programs.
-      programs: number of slots and canvas length of each program that has run.
-      compiled: number of slots and canvas length of every program that was compiled.
+    The tokens are those of the ended rows, and steps and counters are summed over all rows.
+    `programs` and `compiled` name the slots and canvas length of each program that has run, and of
+    each that was compiled.
     """
 
     rows: int = 0
@@ -65,15 +58,11 @@ class Report:
 
 
 class Queue:
-    """The requests of one bucket, and the slots in which they run.
+    """The requests of one bucket, and the slots in which they run; None without running rows.
 
-    Attributes:
-      sizes: possible numbers of slots, in ascending order.
-      is_reserved: whether requests that fit a shorter canvas run here, too.
-      evicted: slots of cancelled requests, which are cleared by the next call.
-      num_waiting: number of waiting requests of all processes at the beginning of the last call.
-      num_running: number of running ones.
-      slots: the slots; None without running rows.
+    If `is_reserved`, requests that fit a shorter canvas run here, too. The slots in `evicted` are
+    those of cancelled requests, which the next call clears. `num_waiting` and `num_running` count
+    the requests of all processes at the beginning of the last call.
     """
 
     def __init__(self, bucket: Bucket, sizes: Iterable[int], *, is_reserved: bool):

@@ -431,8 +431,6 @@ class Limits:
 SHORT = 16
 """Default number of new tokens in completions and infills."""
 
-_REMEMBERED = 1024
-
 
 class Planner:
     """Converts requests to rows for one model.
@@ -627,8 +625,6 @@ class Planner:
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         common = {"seed": seed, "max_length": self._room(asked), "read_back": bool(reads)}
         common |= self._rules | self._defaults
-        if len(self._known) > _REMEMBERED:
-            self._known.clear()
         requests: list[Request] = []
         for place, own in enumerate(contents):
             where = place * count, count, len(contents) * count
