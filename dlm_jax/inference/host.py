@@ -260,7 +260,7 @@ class HostLoop:
             flat, is_hosted = np.zeros(_PLACES, np.int32), np.zeros(_PLACES, bool)
             flat[: len(part)] = [slot * num_positions + index for slot, index in part]
             is_real = np.arange(_PLACES) < len(part)
-            tokens, probability, tables, values = jax.device_get(
+            tokens, probability, fields = jax.device_get(
                 call(self._read, state, proposed, flat, is_real, size=size)
             )
             ids = tokens.copy()
@@ -269,9 +269,11 @@ class HostLoop:
             for number, (slot, index) in enumerate(part):
                 if slot in errors:
                     continue
-                own = {name: value_P[number].item() for name, value_P in values.items()}
-                n = own["num_survivors"]
-                own |= {name: table_PK[number, :n] for name, table_PK in tables.items()}
+                n = int(fields["num_survivors"][number])
+                own = {
+                    name: x[number, :n] if x.ndim > 1 else x[number].item()
+                    for name, x in fields.items()
+                }
                 candidates = Candidates(index=index, **own, **rows[slot])
                 if slot in samplers:
                     try:
@@ -322,12 +324,10 @@ def _read(
     is_real_P: jax.Array,
     *,
     size: int,
-) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns the token that the device drew at each position and its probability, and the fields
-    of `Candidates` by name: the largest logits after the chain ``[P, K]``, padded with -inf, and
-    those with one value per position.
-
-    The logits are those that the token was drawn from.
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Returns the token that the device drew at each position, its probability, and the fields of
+    `Candidates` by name: ``[P]``, or the largest logits after the chain ``[P, K]``, padded with
+    -inf.
     """
     at = _at(inputs, places_P, is_real_P)
     drawable_PV = _drawable(program, params, state, inputs, places_P)
@@ -343,18 +343,16 @@ def _read(
     clean_PV = drawable_PV.astype(jnp.float32)
     clean_PK = jnp.take_along_axis(clean_PV, ids_PK, axis=1, mode="clip")
     host_key_P = jax.vmap(lambda key: jax.random.fold_in(key, _HOST_SALT))(at.key_N)
-    tables = {
+    fields = {
         "ids": ids_PK,
         "logits": top_PK,
         "logprobs": (top_PK - max_P[:, None]) - jnp.log1p(rest_P)[:, None],
         "clean_logprobs": clean_PK - jax.nn.logsumexp(clean_PV, axis=1, keepdims=True),
-    }
-    values = {
         "num_survivors": count_P.astype(jnp.int32),
         "is_greedy": chain.is_greedy(at),
         "uniform": jax.vmap(jax.random.uniform)(host_key_P),
     }
-    return tokens_P, probability_P, tables, values
+    return tokens_P, probability_P, fields
 
 
 def _drawable(
