@@ -117,6 +117,8 @@ def test_processes_that_share_programs_read_in_step_and_run_their_own_requests()
         engine.reserve(requests, is_part=True)
         rows = {row.number: row for row in engine.run(own)}
         assert not engine.is_busy
+        with pytest.raises(ValueError, match="several processes cannot cancel requests"):
+            engine.cancel(0)
     assert sorted(rows) == [number for number, one in enumerate(own) if one is not None]
     assert all(same_row(row, alone(number)) for number, row in rows.items())
 
