@@ -25,10 +25,8 @@ class Row:
     Attributes:
       tokens: int32 ``[n]``, MASK at holes.
       is_frozen: True at given tokens.
-      logprobs: float32 ``[n]``, log-probability in nats of each generated token under the clean
-        logits from which it was drawn; 0 at given tokens and holes.
-      committed: int32 ``[n]``, index of the step that wrote each token, starting at 0; -1 at given
-        tokens, holes, draft tokens, and tokens written by an edit or re-noising.
+      logprobs: float32 ``[n]``, as in `Texts`; 0 at holes.
+      committed: int32 ``[n]``, as in `Texts`; -1 at holes.
       steps: number of steps taken so far.
       block: index of the current block, starting at 0; blocks with nothing to write are not
         counted.
@@ -96,7 +94,7 @@ class Texts:
         logits from which it was drawn; 0 at given tokens. For unchanged draft tokens, it is the
         log-probability under the second-to-last forward pass.
       committed: int32 ``[R, L]``, index of the step that wrote each token, starting at 0; -1 at
-        given tokens, draft tokens, and tokens written by an edit.
+        given tokens, draft tokens, and tokens written by an edit or re-noising.
       read_back: read-back records of each row in commit order; empty if not requested.
       seconds: float64 ``[R]``, seconds that each row spent in a slot.
       trace: all draws of the rows with ``trace=True``; None otherwise.
