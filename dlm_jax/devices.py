@@ -21,8 +21,8 @@ _NAMES = {"cuda": "gpu", "rocm": "gpu"}
 def used(place: Mesh | Sharding | None) -> Iterator[None]:
     """A context that sets the target devices for tracing; None has no effect.
 
-    The target devices are part of the key of JAX's trace cache, so a trace for other devices is
-    never reused. A single device of the default platform is not added to the key.
+    They are part of the key of JAX's trace cache, unless they are one device of the default
+    platform.
     """
     mesh = _mesh_of(place)
     if mesh is None or (mesh.size == 1 and _platform_of(mesh) == jax.default_backend()):
@@ -62,9 +62,8 @@ def is_concrete(x: object) -> bool:
 
 def is_on_one_cpu(x: object) -> bool:
     """Whether `x` is an array in the memory of a single CPU device."""
-    if not isinstance(x, jax.Array) or not is_concrete(x):
-        return False
-    return [device.platform for device in x.devices()] == ["cpu"]
+    is_array = isinstance(x, jax.Array) and is_concrete(x)
+    return is_array and [device.platform for device in x.devices()] == ["cpu"]
 
 
 def kind() -> str:

@@ -15,21 +15,12 @@ EVERY = 10.0
 _CLEAR = "\r\x1b[K"
 
 
-class Progress:
-    """A context manager that reports progress through pieces of work.
+class Progress(contextlib.AbstractContextManager["Progress"]):
+    """Reports progress through pieces of work until it is closed.
 
-    The remaining time is estimated from the mean rate up to the last finished piece, excluding time
-    spent on other work, such as compilation.
-
-    Args:
-      name: name of the task, such as ``train``.
-      total: number of pieces; None if unknown.
-      unit: name of a piece, such as ``step``.
-      done: number of pieces finished earlier.
-      idle: returns the seconds spent on other work so far.
-      compiling: returns the name of the program that is being compiled, or an empty string.
-      stream: stream to write to; None means standard error.
-      is_shown: whether anything is written.
+    `done` of `total` pieces (None if unknown) were finished earlier. The remaining time is that of
+    the mean rate up to the last finished piece, without the seconds that `idle` returns, which went
+    into other work. `compiling` returns the name of a program while it is compiled.
     """
 
     def __init__(
@@ -48,10 +39,7 @@ class Progress:
         self._done_before = self._done = done
         self._idle, self._note, self._compiling = idle, "", compiling
         self._start, self._seconds = time.perf_counter() - idle(), 0.0
-        self._end = _repeat(self.line, stream) if is_shown else lambda: None
-
-    def __enter__(self) -> Progress:
-        return self
+        self.close = _repeat(self.line, stream) if is_shown else lambda: None
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -69,20 +57,17 @@ class Progress:
 
     def line(self) -> str:
         """The progress as one line."""
-        finished, program = self._done - self._done_before, self._compiling()
-        parts = [f"{self._name}: {self._done:,} {self._unit}s"]
+        finished, of = self._done - self._done_before, ""
+        left = compiling = ""
         if self._total is not None:
-            parts = [f"{self._name}: {self._done:,} of {self._total:,} {self._unit}s"]
-        if program:
-            parts.append(f"compiling {program}")
-        if self._total is not None and finished > 0:
-            left = self._seconds * max(0, self._total - self._done) / finished
-            parts.append(f"{spell(left)} left")
-        return ", ".join([*parts, self._note] if self._note else parts)
-
-    def close(self) -> None:
-        """Stops the lines; a second call has no effect."""
-        self._end()
+            of = f" of {self._total:,}"
+            if finished > 0:
+                seconds = self._seconds * max(0, self._total - self._done) / finished
+                left = f"{spell(seconds)} left"
+        if program := self._compiling():
+            compiling = f"compiling {program}"
+        count = f"{self._name}: {self._done:,}{of} {self._unit}s"
+        return ", ".join(filter(None, (count, compiling, left, self._note)))
 
 
 @contextlib.contextmanager
@@ -108,7 +93,7 @@ def _repeat(line: Callable[[], str], stream: TextIO | None) -> Callable[[], None
     thread. Returns a function that ends it.
     """
     to, ended = sys.stderr if stream is None else stream, threading.Event()
-    is_terminal = getattr(to, "isatty", lambda: False)()
+    is_terminal = to.isatty()
 
     def write() -> None:
         with contextlib.suppress(OSError, ValueError):  # the stream is closed

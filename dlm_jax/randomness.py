@@ -18,9 +18,8 @@ _REQUIRED: dict[str, Any] = {
 
 
 def key_of(seed: int | jax.Array) -> jax.Array:
-    """The typed threefry key of a seed in [0, 2**32).
-
-    The key depends neither on ``jax_default_prng_impl`` nor on ``jax_random_seed_offset``.
+    """The typed threefry key of a seed in [0, 2**32), whatever ``jax_default_prng_impl`` and
+    ``jax_random_seed_offset`` are.
     """
     low = jnp.asarray(seed, jnp.uint32)
     return jax.random.wrap_key_data(jnp.stack([jnp.zeros_like(low), low]), impl="threefry2x32")
@@ -38,12 +37,7 @@ def settings() -> dict[str, Any]:
 
 
 def check_settings() -> None:
-    """Checks that no JAX setting changes results.
-
-    Raises:
-      ValueError: a setting does not have its default; the message names the setting and its
-          environment variable.
-    """
+    """Raises ValueError for a JAX setting that changes results."""
     for name, value in settings().items():
         if value != _REQUIRED[name]:
             raise ValueError(

@@ -16,17 +16,15 @@ import math
 import numbers
 import re
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, dataclass_transform
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.moved import moved
-from dlm_jax.pytree import T, pytree
-
+T = TypeVar("T", bound=type)
 INT_LIMIT = 2**31 - 1
 FINITE = 3.0e38
 ABOVE_ZERO = math.nextafter(0.0, 1.0)
@@ -36,19 +34,12 @@ BELOW_ONE = math.nextafter(1.0, 0.0)
 
 UNSET: Any = ...
 """Replaces the value in an error that does not concern a value."""
-
 _DTYPES = {bool: np.bool_, int: np.int32, float: np.float32, str: np.int32}
 
 
 class SettingError(ValueError):
-    """An invalid setting. The message is ``name=value why; remedy``.
-
-    Attributes:
-      name: name of the setting.
-      value: the given value, or `UNSET` if the message shows no value.
-      why: the problem.
-      remedy: the remedy; empty if `why` implies it.
-      others: names of other settings involved.
+    """An invalid setting. The message is ``name=value why; remedy``, without the value if it is
+    `UNSET`. ``others`` are the names of other settings involved.
     """
 
     def __init__(
@@ -74,10 +65,10 @@ class Setting:
 
     Attributes:
       name: key in requests and, with dashes, the flag.
-      default: default value; its type is the type of all values.
+      default: default value, whose type is that of all values.
       help: one line that describes its effect and range.
-      low: smallest value; `ABOVE_ZERO` for any positive value.
-      high: largest value; `BELOW_ONE` for any value below 1.
+      low: smallest value.
+      high: largest value.
       choices: the accepted strings, each with its meaning.
       remedy: remedy in the error message for an invalid value.
       activates: whether a value other than the default activates the rule.
@@ -87,9 +78,8 @@ class Setting:
         with it; see `dlm_jax.sampling.params.layered`.
       aliases: names of the setting in other programs. Errors about them name the setting, and the
         server accepts them.
-      is_preset: whether the setting belongs to presets, recommendations and studies: it is a
-        keyword in Python and a key of a config's ``[sample]``, but no flag, and no key or field of
-        a request.
+      is_preset: whether the setting belongs to presets and studies: it is a keyword in Python and a
+        key of a config's ``[sample]``, but no flag, and no key of a request.
       is_free: whether a resumed run may change the setting of a run.
     """
 
@@ -109,6 +99,10 @@ class Setting:
     is_free: bool = False
 
     @property
+    def kind(self) -> type:
+        return type(self.default)
+
+    @property
     def annotation(self) -> Any:
         """Type of the values, for parsing: `hint`, the choices, or the type of the default."""
         if self.hint is None and self.choices is not None:
@@ -116,52 +110,41 @@ class Setting:
         return self.kind if self.hint is None else self.hint
 
     @property
-    def kind(self) -> type:
-        return type(self.default)
+    def is_list(self) -> bool:
+        """True if values are lists, which `parse` converts to tuples."""
+        return isinstance(self.default, tuple)
 
     def resets_of(self, value: Any) -> tuple[str, ...]:
         """The settings that `value` returns to their defaults. A rule that is off resets none."""
         return () if value is False else self.resets
-
-    @property
-    def is_list(self) -> bool:
-        """True if values are lists, which `parse` converts to tuples."""
-        return isinstance(self.default, tuple)
 
     def checked(self, value: Any) -> Any:
         """The value as stored; SettingError if its type is wrong or it is out of range."""
         if self.parse is not None:
             return self.parse(value)
         if self.choices is not None:
-            return self._chosen(value)
-        why = ""
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if isinstance(value, str) and value in self.choices:
+                return value
+            if callable(value) and all(map(callable, self.choices.values())):
+                return self.named(value)
+            advice = f"did you mean {closest(str(value)[:60], self.choices)!r}?"
+            why = f"is not one of {', '.join(self.choices)}"
+            raise SettingError(self.name, value, why, self.remedy or advice)
+        low, high, why = self.low, self.high, ""
+        if self.kind is int:
+            low, high = max(low, -INT_LIMIT), INT_LIMIT if high == FINITE else high
         if self.kind in (bool, str):
             why = "" if isinstance(value, self.kind) else f"is not a {self.kind.__name__}"
         elif self.kind is int and (not hasattr(value, "__index__") or isinstance(value, bool)):
             why = "is not an integer"
-        elif not is_number:
+        elif not isinstance(value, numbers.Real) or isinstance(value, bool):
             why = "is not a number"
-        else:
-            low, high, number = self.low, self.high, typing.cast(float, value)
-            if self.kind is int:
-                low, high = max(low, -INT_LIMIT), INT_LIMIT if high == FINITE else high
-            if not low <= number <= high:  # NaN fails every comparison
-                begin = "(0" if low == ABOVE_ZERO else f"[{low:.10g}"
-                end = "1)" if high == BELOW_ONE else f"{high:.10g}]"
-                why = f"is outside {begin}, {end}"
+        elif not low <= typing.cast(float, value) <= high:  # NaN fails every comparison
+            begin = "(0" if low == ABOVE_ZERO else f"[{low:.10g}"
+            end = "1)" if high == BELOW_ONE else f"{high:.10g}]"
+            why = f"is outside {begin}, {end}"
         require(not why, self.name, value, why, self.remedy or f"use {self.default!r}, say")
         return typing.cast(int, value).__index__() if self.kind is int else value
-
-    def _chosen(self, value: Any) -> Any:
-        choices = self.choices or {}
-        if isinstance(value, str) and value in choices:
-            return value
-        if callable(value) and all(map(callable, choices.values())):
-            return self.named(value)
-        advice = moved(f"{self.name.rpartition('.')[2]}={value}")
-        advice = advice or self.remedy or f"did you mean {closest(str(value)[:60], choices)!r}?"
-        raise SettingError(self.name, value, f"is not one of {', '.join(choices)}", advice)
 
     def resolved(self, value: Any) -> Any:
         """The value of a choice; other values are returned unchanged."""
@@ -169,7 +152,7 @@ class Setting:
 
     def named(self, value: Any) -> Any:
         """The choice for `value`, or `value` itself if there is none."""
-        return next((name for name, found in (self.choices or {}).items() if found == value), value)
+        return next((name for name, of in (self.choices or {}).items() if of == value), value)
 
     def column(self, values: Sequence[Any]) -> np.ndarray:
         """The values as an array with one entry per row, encoded by `code`."""
@@ -186,13 +169,10 @@ def per_row(
     default: Any = dataclasses.MISSING,
     column: Callable[[Sequence[Any]], Any] | None = None,
 ) -> Any:
-    """A field with one value per row.
+    """A field with one value per row, and optionally another default than the setting's.
 
-    Args:
-      setting: the setting.
-      default: default of the field, if it differs from the setting's default.
-      column: converts the rows' values to an array, in place of the setting's `column`; preferably
-        to a NumPy array, because transfers to a device take host time.
+    `column` converts the rows' values to an array, in place of the setting's `column`; preferably
+    to a NumPy array, because transfers to a device take host time.
     """
     default = setting.default if default is dataclasses.MISSING else default
     metadata = {"setting": setting, "column": column or setting.column}
@@ -213,11 +193,6 @@ def fact(name: str, default: Any = None) -> Any:
 def reads(name: str, default: Any) -> Any:
     """A static field with the value of the setting `name`, which another rule declares."""
     return dataclasses.field(default=default, metadata={"reads": name, "static": True})
-
-
-def _fields(rule: Any, kind: str) -> list[dataclasses.Field[Any]]:
-    """The fields of a rule or class with this kind of metadata."""
-    return [field for field in dataclasses.fields(rule) if kind in field.metadata]
 
 
 class Rule:
@@ -249,10 +224,7 @@ class Rule:
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        """Raises ValueError for a canvas that the rule does not support.
-
-        `is_open` is True at its open positions.
-        """
+        """Raises ValueError for a canvas, given by its open positions, that is not supported."""
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
@@ -260,25 +232,22 @@ class Rule:
 
     def is_active(self) -> jax.Array:
         """bool ``[B]``, True for rows that use the rule, that is, have a non-neutral setting."""
-        settings = ((f.name, f.metadata["setting"]) for f in _fields(self, "column"))
-        is_set = [
-            getattr(self, name) != setting.code(setting.default)
-            for name, setting in settings
-            if setting.activates and not setting.is_list
-        ]
+        is_set = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            setting = field.metadata.get("setting")
+            if "column" in field.metadata and setting.activates and not setting.is_list:
+                is_set.append(getattr(self, field.name) != setting.code(setting.default))
         return functools.reduce(jnp.logical_or, is_set)
 
     def as_settings(self) -> dict[str, Any]:
         """The rule's fields as settings by name; fields that are None are omitted."""
-        values = (
-            (field.metadata["setting"], getattr(self, field.name), field.metadata)
-            for field in _fields(self, "setting")
-        )
-        return {
-            setting.name: setting.named(value) if meta.get("static") else value
-            for setting, value, meta in values
-            if value is not None
-        }
+        settings = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            setting, value = field.metadata.get("setting"), getattr(self, field.name)
+            if setting is not None and value is not None:
+                is_static = field.metadata.get("static")
+                settings[setting.name] = setting.named(value) if is_static else value
+        return settings
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:
@@ -296,21 +265,21 @@ class Rule:
                 case {"setting": setting, "static": True}:
                     values[field.name] = setting.resolved(getattr(rows[0], setting.name))
                 case {"setting": setting, "column": column}:
-                    values[field.name] = np.asarray(
-                        column([getattr(r, setting.name) for r in rows])
-                    )
+                    of_rows = [getattr(row, setting.name) for row in rows]
+                    values[field.name] = np.asarray(column(of_rows))
         return cls(**values)
 
     @classmethod
     def static_values(cls, row: Any) -> tuple[Any, ...]:
         """The static settings of the rule in a row."""
-        names = [
-            field.metadata["setting"].name
-            for field in _fields(cls, "setting")
-            if field.metadata.get("static")
-        ]
-        names += [field.metadata["reads"] for field in _fields(cls, "reads")]
-        return tuple(getattr(row, name) for name in names)
+        values = []
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            match field.metadata:
+                case {"reads": name}:
+                    values.append(getattr(row, name))
+                case {"setting": setting, "static": True}:
+                    values.append(getattr(row, setting.name))
+        return tuple(values)
 
     @classmethod
     def pack(cls, rows: Sequence[Any], facts: Any) -> Any:
@@ -321,6 +290,29 @@ class Rule:
 def on_device(packed: Any) -> Any:
     """The pytree with its host arrays as device arrays."""
     return jax.tree.map(jnp.asarray, packed)
+
+
+@dataclass_transform(frozen_default=True)
+def pytree(cls: T) -> T:
+    """Makes a class a frozen dataclass and a pytree with a unique tree structure.
+
+    jaxlib treats the structures of two `register_dataclass` classes as equal if they have the same
+    number of data fields and no metadata, so `jax.jit` can run the wrong program. Every class
+    therefore has a metadata field ``identity``, which contains the class itself. Fields are leaves,
+    except those with ``"static": True`` in their metadata.
+    """
+    # Python 3.14 makes the annotations of a class on access, so they may not be in its `vars`.
+    cls.__annotations__ = {**cls.__annotations__, "identity": type}
+    cls.identity = dataclasses.field(
+        default=cls, kw_only=True, repr=False, metadata={"static": True}
+    )
+    made = dataclass(frozen=True)(cls)
+    fields = dataclasses.fields(made)
+    return jax.tree_util.register_dataclass(
+        made,
+        data_fields=[field.name for field in fields if not field.metadata.get("static")],
+        meta_fields=[field.name for field in fields if field.metadata.get("static")],
+    )
 
 
 @dataclass_transform(frozen_default=True)
@@ -366,15 +358,10 @@ def check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def require_head(head: str, facts: Any, name: str, value: Any, instead: str = "") -> None:
-    """Raises `SettingError` if the model lacks a head; `instead` is a remedy without the head."""
-    train = f"train one with model.add_{head}_head"
-    require(
-        head in facts.heads,
-        name,
-        value,
-        f"requires a {head} head, which this model lacks",
-        f"{instead}, or {train}" if instead else train,
-    )
+    """Raises `SettingError` if the model lacks a head; `instead` is another remedy."""
+    remedy = f"{instead}, or " * bool(instead) + f"train one with model.add_{head}_head"
+    why = f"requires a {head} head, which this model lacks"
+    require(head in facts.heads, name, value, why, remedy)
 
 
 def brief(value: Any) -> str:
@@ -388,31 +375,21 @@ def closest(name: str, known: Any) -> str:
     return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
 
 
-def renamed(name: str, known: Collection[str], settings: Mapping[str, Setting]) -> str:
-    """Advice for a name that left the core (`moved`), or an alias or a preset's name of the
-    `settings`; otherwise empty.
-
-    `known` are the existing names in the form of `name`, which may be a flag or a dotted key.
+def renamed(name: str, settings: Mapping[str, Setting]) -> str:
+    """Advice for an alias or a preset's name of the `settings`, which may be written as a flag or a
+    dotted key; otherwise empty.
     """
-    section, dot, last = name.rpartition(".")
-    prefix = section + dot if dot else "--" if name.startswith("--") else ""
-    last = last.lstrip("-").replace("-", "_")
-    if advice := moved(last):
-        return advice
+    name = re.split(r"\.|--", name)[-1].replace("-", "_")
     for setting in settings.values():
-        if last == setting.name and setting.is_preset:
+        if name == setting.name and setting.is_preset:
             return "a preset sets it: --preset, or a keyword in Python, or [sample] of a config"
-        if last in setting.aliases:
-            for shown in (prefix + setting.name, prefix + setting.name.replace("_", "-")):
-                if shown in known:
-                    return f"it is named {shown} here"
+        if name in setting.aliases:
+            return f"it is named {setting.name} here"
     return ""
 
 
 def nearest(name: str, known: Mapping[str, Setting] | Sequence[str]) -> str:
     """Advice for an unknown name: that of `renamed`, the most similar name, or all names."""
-    advice = renamed(str(name), known, known if isinstance(known, Mapping) else {})
-    if advice:
-        return advice
+    advice = renamed(str(name), known) if isinstance(known, Mapping) else ""
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"
+    return advice or (f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}")

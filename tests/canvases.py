@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -209,12 +210,18 @@ def run(
     return results(jax.block_until_ready(state))
 
 
-def run_on_eight_devices(state):
+def assert_same_up_to_rounding(ours: Sequence[Result], theirs: Sequence[Result]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
+        assert dataclasses.replace(a, logprobs=b.logprobs) == b
+
+
+def run_on_eight_devices(state: State, params: Any, make_program: Callable[..., Program]) -> State:
     """The state at its end, its rows split over eight devices."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     forever = jax.device_put(np.int32(FOREVER), everywhere)
-    params = jax.device_put(toy.params(), everywhere)
-    advance = make_advance(program(rows=by_rows))
+    params = jax.device_put(params, everywhere)
+    advance = make_advance(make_program(rows=by_rows))
     return advance(params, jax.device_put(state, by_rows), forever, forever)

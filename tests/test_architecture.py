@@ -20,21 +20,19 @@ PACKAGE = ROOT / "dlm_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Every room, and those it may import besides itself: only such as stand above it here.
-_LEAVES = {"types", "settings", "pytree", "devices", "progress", "randomness", "moved"}
+_LEAVES = {"types", "settings", "devices", "progress", "randomness"}
 _PURE = {*_LEAVES, "structured", "sampling", "config", "distributed", "objectives", "heads"}
 _CORE = {*_PURE, "model", "store", "data"}
 _LIBRARY = {*_CORE, "hf"}
 MAY_IMPORT = {
     "types": set(),
     "devices": set(),
-    "pytree": set(),
     "progress": set(),
     "randomness": set(),
-    "moved": set(),
-    "settings": {"pytree", "moved"},
-    "structured": {"moved", "settings"},
+    "settings": set(),
+    "structured": {"settings"},
     "sampling": {*_LEAVES, "structured"},
-    "config": {"settings", "moved", "sampling"},
+    "config": {"settings", "sampling"},
     "distributed": {*_LEAVES, "config"},
     "objectives": {*_LEAVES, "config", "distributed"},
     "heads": {*_LEAVES, "sampling", "config", "distributed", "objectives"},

@@ -22,7 +22,7 @@ from dlm_jax.sampling.commit import CommitRule, Threshold
 from dlm_jax.sampling.remask import RemaskRule
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.sampling.transforms import LogitTransform, Temperature
-from dlm_jax.settings import ABOVE_ZERO, INT_LIMIT, Rule, Setting, per_row, pytree, rule, static
+from dlm_jax.settings import ABOVE_ZERO, INT_LIMIT, Rule, Setting, per_row, rule, static
 
 
 def _registered() -> list[type]:
@@ -57,38 +57,6 @@ def test_no_two_classes_make_trees_of_the_same_structure():
         assert tree == jax.tree.structure(_made(cls)), "one that is made again is the same"
 
 
-def _rules(number: int) -> list[type]:
-    """So many rules that differ in nothing but their names and what they say of themselves."""
-
-    def numbered(place: int) -> type:
-        namespace = {"place": place, "__annotations__": {"share_B": "jax.Array"}}
-        return pytree(type(f"Rule{place}", (Rule,), namespace))
-
-    return [numbered(place) for place in range(number)]
-
-
-FEW = 14
-"""Programs that one group of jaxlib's hash table holds: each is compared with all the others."""
-
-
-@pytest.mark.parametrize(("caches", "is_run"), [(44, False), (4, True)])
-def test_no_call_runs_the_program_of_another_rule(caches, is_run):
-    """jaxlib looks at 7 bits of a hash and then trusts that equal structures are one class.
-
-    With `register_dataclass` alone, one call in ten runs another rule's program here.
-    """
-    share_B, pairs = jnp.ones(2), 0
-    for _ in range(caches):
-        program = jax.jit(lambda rule: (rule.share_B,) * (rule.place + 1))
-        rules = _rules(FEW)
-        for cls in [*rules, *rules]:
-            made = cls(share_B)
-            outputs = program(made) if is_run else program.trace(made).out_info
-            assert len(outputs) == cls.place + 1
-        pairs += math.comb(FEW, 2)
-    assert pairs > (300 if is_run else 4000)
-
-
 # What a setting may be
 
 KINDS = {
@@ -107,22 +75,16 @@ KINDS = {
     ("name", "value", "line"),
     [
         ("whole", 0, "whole=0 is outside [1, 9]; use 3, say"),
-        ("whole", 10, "whole=10 is outside [1, 9]; use 3, say"),
         ("whole", 2.0, "whole=2.0 is not an integer; use 3, say"),
         ("whole", True, "whole=True is not an integer; use 3, say"),
-        ("whole", "2", "whole='2' is not an integer; use 3, say"),
         ("whole", math.nan, "whole=nan is not an integer; use 3, say"),
-        ("whole", None, "whole=None is not an integer; use 3, say"),
         ("whole", [2], "whole=[2] is not an integer; use 3, say"),
         ("many", 2**31, "many=2147483648 is outside [-2147483647, 2147483647]; use 3, say"),
-        ("many", -(2**31), "many=-2147483648 is outside [-2147483647, 2147483647]; use 3, say"),
         ("real", -0.1, "real=-0.1 is outside [0, 1]; use 0.5, say"),
         ("real", 1.5, "real=1.5 is outside [0, 1]; use 0.5, say"),
         ("real", math.nan, "real=nan is outside [0, 1]; use 0.5, say"),
-        ("real", math.inf, "real=inf is outside [0, 1]; use 0.5, say"),
         ("real", True, "real=True is not a number; use 0.5, say"),
         ("real", "0.5", "real='0.5' is not a number; use 0.5, say"),
-        ("real", 1j, "real=1j is not a number; use 0.5, say"),
         ("above", 0.0, "above=0.0 is outside (0, 2]; use 1.0 for none"),
         ("above", 2.5, "above=2.5 is outside (0, 2]; use 1.0 for none"),
         ("flag", 1, "flag=1 is not a bool; use False, say"),
@@ -162,29 +124,11 @@ def test_a_choice_stands_for_its_value_and_is_named_by_it():
     assert (choice.resolved("cosine"), choice.named(2)) == (2, "cosine")
     assert (choice.resolved(7), choice.named(7)) == (7, 7)
     assert choice.column(["cosine", "linear"]).tolist() == [1, 0]
+    assert KINDS["real"].column([0.5]).dtype == np.float32
     assert (KINDS["real"].resolved(0.3), KINDS["real"].named(0.3)) == (0.3, 0.3)
-
-
-def test_a_choice_of_functions_may_be_a_function():
-    def one():
-        return 1
-
-    def another():
-        return 2
-
-    choice = Setting("measure", "one", "", choices={"one": one})
-    assert choice.checked(one) == "one"
-    assert choice.checked(another) is another
-    with pytest.raises(ValueError, match="measure='two' is not one of one"):
-        choice.checked("two")
-
-
-def test_columns_have_the_type_of_their_setting():
-    types_of = {name: KINDS[name].column([KINDS[name].default] * 2).dtype
-                for name in ("whole", "real", "flag", "choice")}  # fmt: skip
-    assert types_of == {
-        "whole": jnp.int32, "real": jnp.float32, "flag": jnp.bool_, "choice": jnp.int32,
-    }  # fmt: skip
+    measure = Setting("measure", "one", "", choices={"one": math.exp})
+    assert measure.checked(math.exp) == "one"
+    assert measure.checked(math.log) is math.log
 
 
 # Rules of one's own

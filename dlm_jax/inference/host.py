@@ -18,11 +18,10 @@ from dlm_jax.distributed.partitions import num_shares, split_rows
 from dlm_jax.sampling import draw, vocab
 from dlm_jax.sampling.commit import CommitRule, DrawnTokens, Proposal
 from dlm_jax.sampling.edits.edit_rule import places as all_places
-from dlm_jax.sampling.mask_step import StepProposal, commit_step, propose_step
-from dlm_jax.sampling.positions import put
+from dlm_jax.sampling.mask_step import StepProposal, commit_step, fill_input, propose_step
+from dlm_jax.sampling.positions import gather_state, put
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.fill import FillInput
-from dlm_jax.sampling.state import State, gather_state, step_chain
+from dlm_jax.sampling.state import State, step_chain, step_keys
 from dlm_jax.sampling.transforms.transform import At
 from dlm_jax.types import Params
 
@@ -308,10 +307,10 @@ class HostLoop:
         ]
 
 
-def _at(inputs: StepProposal, places_P: jax.Array, is_real_P: jax.Array) -> At:
-    num_positions = inputs.is_open_BL.shape[1]
+def _at(state: State, places_P: jax.Array, is_real_P: jax.Array) -> At:
+    num_positions = state.canvas.tokens_BL.shape[1]
     row_P, index_P = places_P // num_positions, places_P % num_positions
-    key_P = jax.vmap(jax.random.fold_in)(inputs.draw_key_B[row_P], index_P)
+    key_P = jax.vmap(jax.random.fold_in)(step_keys(state)[0][row_P], index_P)
     return At(row_N=row_P, index_N=index_P, key_N=key_P, is_real_N=is_real_P)
 
 
@@ -329,7 +328,7 @@ def _read(
     `Candidates` by name: ``[P]``, or the largest logits after the chain ``[P, K]``, padded with
     -inf.
     """
-    at = _at(inputs, places_P, is_real_P)
+    at = _at(state, places_P, is_real_P)
     drawable_PV = _drawable(program, params, state, inputs, places_P)
     chain = step_chain(state)
     prepared = chain.prepare(state.chain_state, inputs.context)
@@ -359,19 +358,10 @@ def _drawable(
     program: Program, params: Params, state: State, inputs: StepProposal, places_P: jax.Array
 ) -> jax.Array:
     """Returns the logits before the chain that the candidates were drawn from."""
-    filled, canvas = inputs.filled, inputs.context
-    fill = FillInput(
-        network=program.network,
-        params=params,
-        output=inputs.output,
-        chunk=min(program.chunk, inputs.output.num_vectors),
-        tokens_BL=canvas.tokens_BL,
-        length_B=canvas.length_B,
-        is_open_BL=inputs.is_open_BL,
-        is_seen_BL=canvas.is_visible_BL,
-        chain=state.rules.chain,
-        prepared=(),
-        key_B=inputs.draw_key_B,
+    filled = inputs.filled
+    seen = inputs.context
+    fill = fill_input(
+        program, params, state, inputs.output, seen, inputs.is_open_BL, seen.is_visible_BL
     )
     tokens_BL = jnp.where(inputs.is_open_BL, filled.proposal.tokens_BL, -1)
     level_BL = jnp.zeros_like(tokens_BL) if filled.level_BL is None else filled.level_BL
@@ -394,7 +384,7 @@ def _choose(
     logprob_P = draw.log_prob(clean_PV, ids_P)
     old, rule = inputs.filled.proposal, state.rules.commit
     assert isinstance(rule, CommitRule), "the request was checked"
-    at, chain = _at(inputs, places_P, is_hosted_P), step_chain(state)
+    at, chain = _at(state, places_P, is_hosted_P), step_chain(state)
     drawn = DrawnTokens(
         ids_N=ids_P,
         row_N=at.row_N,

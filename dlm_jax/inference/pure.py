@@ -27,7 +27,7 @@ from dlm_jax.inference.request import (
     settings_of_call,
 )
 from dlm_jax.sampling.forward import ready, with_cache
-from dlm_jax.sampling.loop import run_steps, start, step_of
+from dlm_jax.sampling.loop import run_steps, start, step
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.replay import Trace, replayed, trace_of
 from dlm_jax.sampling.row import Counters
@@ -123,7 +123,6 @@ class Sampler:
         """Returns the state after one step of every running row."""
         params, state = jax.lax.stop_gradient((params, state))
         with devices.exact():
-            step = step_of(state.rules)
             return step(self.program, ready(self.program, params, state), state)
 
     def run(self, params: Params, state: State, steps: int | jax.Array) -> State:

@@ -18,27 +18,16 @@ T = TypeVar("T")
 
 
 class CurrentBlock(NamedTuple):
-    """The current block of each row; all fields are int32 ``[B]``.
-
-    Attributes:
-      begin_B: first position.
-      end_B: exclusive end, which can exceed the length of the row.
-      step_B: number of steps taken in the block.
-      steps_B: step budget of the block, at least 1.
-      first_holes_B: number of holes at the start of the block.
-      index_B: number of earlier blocks with work.
-      count_B: number of blocks in the row that had work at the start.
-      settled_B: number of consecutive steps that started without a hole in the block.
-    """
+    """The current block of each row; all fields are int32 ``[B]``."""
 
     begin_B: jax.Array
-    end_B: jax.Array
-    step_B: jax.Array
-    steps_B: jax.Array
-    first_holes_B: jax.Array
-    index_B: jax.Array
-    count_B: jax.Array
-    settled_B: jax.Array
+    end_B: jax.Array  # exclusive; can exceed the length of the row
+    step_B: jax.Array  # number of steps taken in the block
+    steps_B: jax.Array  # step budget of the block, at least 1
+    first_holes_B: jax.Array  # number of holes at the start of the block
+    index_B: jax.Array  # number of earlier blocks with work
+    count_B: jax.Array  # number of blocks of the row that had work at the start
+    settled_B: jax.Array  # number of consecutive steps that started without a hole in the block
 
     def holds(self, num_positions: int) -> jax.Array:
         """True at the positions of the block, ``[B, L]``."""
@@ -64,13 +53,14 @@ def first_block(
     position. A length of 0 gives a single block.
     """
     zeros_B, size_B = jnp.zeros_like(steps_B), _size(length_B, is_work_BL)
+    first_B = first_B.astype(jnp.int32)
     # Each block with work is counted at its first position with work.
     number_BL = (jnp.arange(is_work_BL.shape[1])[None] - first_B[:, None]) // size_B[:, None]
     upto_BL = jax.lax.cummax(jnp.where(is_work_BL, number_BL, -1), axis=1)
     is_first_BL = is_work_BL & (number_BL > left_of(upto_BL, -1))
     before = CurrentBlock(
-        begin_B=first_B.astype(jnp.int32),
-        end_B=first_B.astype(jnp.int32),
+        begin_B=first_B,
+        end_B=first_B,
         step_B=zeros_B,
         steps_B=jnp.ones_like(steps_B),
         first_holes_B=zeros_B,
@@ -91,11 +81,9 @@ def next_block(
     """Returns the next block with work, or `block` if there is none, and True ``[B]`` for rows that
     have such a block.
     """
-    size_B = _size(length_B, is_work_BL)
-    num_positions = is_work_BL.shape[1]
+    size_B, num_positions = _size(length_B, is_work_BL), is_work_BL.shape[1]
     is_later_BL = is_work_BL & (jnp.arange(num_positions)[None] >= block.end_B[:, None])
-    is_any_B = jnp.any(is_later_BL, axis=1)
-    place_B = place_of_largest(is_later_BL)
+    is_any_B, place_B = jnp.any(is_later_BL, axis=1), place_of_largest(is_later_BL)
     begin_B = block.end_B + (place_B - block.end_B) // size_B * size_B
     index_B, count_B = block.index_B + 1, jnp.maximum(block.count_B, 1)
     following = block._replace(

@@ -24,17 +24,15 @@ def argmax(logits_NV: Array) -> Array:
 def draw(logits_NV: Array, keys_N: Array) -> Array:
     """Ids `[N]` (int32) drawn from `softmax(logits)`, with one typed key per position.
 
-    Tokens with logits of `-inf` or a float32 probability of 0 are never drawn. If all logits at a
-    position are `-inf`, its id is 0. The vocabulary is split into three levels with one uniform
-    number each, because a single float32 number does not resolve the far tail.
+    Tokens with a float32 probability of 0 are never drawn; if all logits at a position are `-inf`,
+    its id is 0. The vocabulary is split into three levels with one uniform number each, because a
+    single float32 number does not resolve the far tail.
     """
     return draw_with(logits_NV, noise(keys_N))
 
 
 def noise(keys_N: Array) -> Array:
-    """The noise for `draw_with`: three uniform numbers per key, ``[3, N]`` in [0, 1] with full
-    float32 precision near 0.
-    """
+    """The noise for `draw_with`: ``[3, N]`` uniform numbers with float32 precision near 0."""
     bits_N6 = jax.vmap(lambda key: jax.random.bits(key, (6,)))(keys_N).astype(jnp.float32)
     return (bits_N6[:, :3] * 2.0**-32 + bits_N6[:, 3:] * 2.0**-64).T
 

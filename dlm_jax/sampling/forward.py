@@ -7,7 +7,7 @@ on other rows. If rows are split over devices, a group has as many rows of each 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,11 @@ from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, place_of_largest
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.state import State
-from dlm_jax.types import CachedTrunk, Params, Window, live_positions, returned
-
-Carry = TypeVar("Carry")
-Rows = TypeVar("Rows")
+from dlm_jax.types import CachedTrunk, Params, Window, live_positions
 
 _HUGE = 3e38
-
 _PREFILL = 32
 """Number of positions per chunk of a prompt on CPUs, where the cost follows the positions."""
-
 
 Pass = tuple[TrunkOutput, CacheState | None, jax.Array, jax.Array]
 """(trunk output, cache, number of forward passes ``[B]``, number of live positions computed with a
@@ -35,16 +30,15 @@ cache ``[B]``)."""
 
 
 def with_cache(program: Program, params: Params, state: State) -> State:
-    """Adds the KV cache and the self-conditioning signal to the state, if they are used.
-
-    Existing arrays are unchanged. The Transformer in this package stores ``2 depth L G K`` numbers
-    per row, or twice that number if the program has guidance.
+    """Adds the KV cache and the self-conditioning signal to the state, if they are used and not
+    there. The Transformer in this package stores ``2 depth L G K`` numbers per row, or twice that
+    number if the program has guidance.
     """
     signal, shape = program.network.signal, state.canvas.tokens_BL.shape
     if signal is not None and state.signal_BLD is None:
-        of_one = jax.ShapeDtypeStruct((1, program.network.vocab_size), jnp.float32)
-        found = jax.eval_shape(signal, params, of_one)
-        state = state._replace(signal_BLD=jnp.zeros((*shape, found.shape[1]), found.dtype))
+        logits_1V = jax.ShapeDtypeStruct((1, program.network.vocab_size), jnp.float32)
+        out_1D = jax.eval_shape(signal, params, logits_1V)
+        state = state._replace(signal_BLD=jnp.zeros((*shape, out_1D.shape[1]), out_1D.dtype))
     if state.cache is None or jax.tree.leaves(state.cache.kv_cache):
         return state
     init = _cached_trunk(program).init
@@ -68,22 +62,17 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
     ones_B, zeros_B = jnp.ones_like(canvas.length_B), jnp.zeros_like(canvas.length_B)
     if network.behind is not None:  # a canvas: no later tokens are visible
         length_B = jnp.minimum(canvas.length_B, block.end_B)
-        hidden_BLD = returned(
-            network.behind(params, canvas.tokens_BL, length_B, block.begin_B, _signal(state)),
-            network,
-            "behind",
-            "B, L, D",
-            (*canvas.tokens_BL.shape, None),
-            float,
+        hidden_BLD = network.behind(
+            params, canvas.tokens_BL, length_B, block.begin_B, _signal(state)
         )
         return TrunkOutput(hidden_BLD), None, ones_B, zeros_B
     attention_BLL = None
     if num_blocks := attention_blocks(state.rules.commit.needs):
         assert network.inside is not None, "the request was checked"
-        found = network.inside(params, canvas.tokens_BL, canvas.length_B)
-        hidden_BLD, maps_BEHLL = found.final_BLD, found.attention_BEHLL[:, -num_blocks:]
+        _, maps_BEHLL, hidden_BLD = network.inside(params, canvas.tokens_BL, canvas.length_B)
         is_live_BL = live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
-        attention_BLL = jnp.where(is_live_BL[:, :, None], maps_BEHLL.mean(axis=(1, 2)), 0.0)
+        map_BLL = maps_BEHLL[:, -num_blocks:].mean(axis=(1, 2))
+        attention_BLL = jnp.where(is_live_BL[:, :, None], map_BLL, 0.0)
     else:
         hidden_BLD = hidden(network, params, canvas.tokens_BL, canvas.length_B)
     output = TrunkOutput(hidden_BLD, attention_BLL=attention_BLL)
@@ -126,7 +115,7 @@ def _cached_forward(program: Program, params: Params, state: State, is_open_BL: 
     rule, cache, trunk = state.rules.cache, state.cache, _cached_trunk(program)
     assert rule is not None and cache is not None
     block, length_B, runs_B = state.block, state.canvas.length_B, state.is_running_B
-    num_positions = is_open_BL.shape[1]
+    num_rows, num_positions = is_open_BL.shape
 
     # The window of each row, and what is cached before it.
     first_B = jnp.where(jnp.any(is_open_BL, axis=1), place_of_largest(is_open_BL), block.begin_B)
@@ -138,12 +127,81 @@ def _cached_forward(program: Program, params: Params, state: State, is_open_BL: 
     signal_BWD = _signal(state)
     if signal_BWD is not None:
         signal_BWD = cut(signal_BWD, place_B, width)
+    # On CPUs, a causal model computes a prompt in chunks up to the window, not as a whole row.
+    is_chunked = trunk.block_length == 1 and platform() == "cpu"
 
     def run(kv_cache: Any, tokens_BL: jax.Array, runs_B: jax.Array) -> tuple[Any, jax.Array]:
-        ends_B = None if is_finished_B is None else is_finished_B & runs_B
-        due = is_due_B & runs_B, ends_B, runs_B & ~is_due_B
-        rows = tokens_BL, length_B, window, signal_BWD
-        return _run_windows(program, params, kv_cache, *due, *rows, width)
+        """The cache and the hidden vectors ``[B, W, D]`` after all passes over one canvas."""
+        due_B, rows = is_due_B & runs_B, (tokens_BL, length_B)
+
+        def cache_run(kv_cache: Any, is_due_B: jax.Array, first_B: jax.Array, size: int) -> Any:
+            """The cache with `size` positions from `first_B` on, up to the window."""
+
+            def compute(kv_cache: Any, rows: Any, row_N: jax.Array) -> Any:
+                tokens_NL, length_N, first_N, end_N = rows
+                part = Window(jnp.minimum(first_N, num_positions - size), first_N, end_N)
+                hidden_NWD, update = trunk.window(
+                    params, kv_cache, row_N, tokens_NL, length_N, part, size=size
+                )
+                return update, after(hidden_NWD, part.place_N)
+
+            def put(kv_cache: Any, computed: Any, row_N: jax.Array) -> Any:
+                return trunk.store(kv_cache, computed[0], row_N, computed[1])
+
+            parts = *rows, first_B, begin_B
+            return in_groups(program, is_due_B, size, compute, put, kv_cache, parts)
+
+        hidden_BWD = None
+        if is_chunked:
+            size, upto_B = min(_PREFILL, num_positions), jnp.where(due_B, begin_B, 0)
+
+            def chunk(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+                first, kv_cache = carry
+                first_B = jnp.full_like(begin_B, first)
+                return first + size, cache_run(kv_cache, upto_B > first, first_B, size)
+
+            with jax.named_scope("prefill"):
+                start, last = (jnp.zeros((), jnp.int32), kv_cache), jnp.max(upto_B)
+                kv_cache = jax.lax.while_loop(lambda carry: carry[0] < last, chunk, start)[1]
+        else:
+            shape = jax.eval_shape(trunk.whole, params, *rows)[0]
+            hidden_BWD = jnp.zeros((num_rows, width, shape.shape[2]), shape.dtype)
+
+            def compute(carry: Any, rows: Any, row_N: jax.Array) -> Any:
+                hidden_NLD, update = trunk.whole(params, *rows[:2])
+                return update, hidden_NLD, rows[2]
+
+            def put(carry: Any, computed: Any, row_N: jax.Array) -> Any:
+                (kv_cache, hidden_BWD), (update, hidden_NLD, place_N) = carry, computed
+                kv_cache = trunk.store(kv_cache, update, row_N, jnp.zeros_like(place_N))
+                return kv_cache, hidden_BWD.at[row_N].set(cut(hidden_NLD, place_N, width))
+
+            with jax.named_scope("refresh"):
+                carry = kv_cache, hidden_BWD
+                kv_cache, hidden_BWD = in_groups(
+                    program, due_B, num_positions, compute, put, carry, (*rows, place_B)
+                )
+            if is_finished_B is not None:
+                first_B = jnp.maximum(begin_B - width, 0)
+                with jax.named_scope("finished_blocks"):
+                    kv_cache = cache_run(kv_cache, is_finished_B & runs_B, first_B, width)
+        if trunk.canvas is not None:
+            hidden_BWD = trunk.canvas(params, kv_cache, *rows, window, signal_BWD, size=width)
+            return kv_cache, hidden_BWD
+
+        def window_of_all() -> tuple[jax.Array, Any]:
+            return trunk.window(params, kv_cache, None, *rows, window, size=width)
+
+        if trunk.block_length == 1:
+            window_BWD, update = window_of_all()
+            kv_cache = trunk.store(kv_cache, update, None, after(window_BWD, place_B))
+            if hidden_BWD is None:
+                return kv_cache, window_BWD
+        else:
+            window_BWD = jax.lax.cond(
+                jnp.any(runs_B & ~is_due_B), lambda: window_of_all()[0], lambda: hidden_BWD
+            )
+        return kv_cache, jnp.where(due_B[:, None, None], hidden_BWD, window_BWD)
 
     # The forward passes.
     kv_cache, hidden_BWD = run(cache.kv_cache, state.canvas.tokens_BL, runs_B)
@@ -161,8 +219,8 @@ def _cached_forward(program: Program, params: Params, state: State, is_open_BL: 
     # Counts. A canvas requires a forward pass in addition to that of the text.
     forwards_B, num_B = jnp.ones_like(length_B), jnp.minimum(end_B, length_B) - begin_B
     num_B = jnp.maximum(num_B, 0)
-    whole_B = begin_B if _prefills(trunk) else length_B
-    if trunk.canvas is not None or _prefills(trunk):
+    whole_B = begin_B if is_chunked else length_B
+    if trunk.canvas is not None or is_chunked:
         whole_B += num_B
     if is_finished_B is not None:
         forwards_B += is_finished_B
@@ -174,120 +232,15 @@ def _cached_forward(program: Program, params: Params, state: State, is_open_BL: 
     return output, state_after, forwards_B * passes_B, num_B * passes_B
 
 
-def _prefills(trunk: CachedTrunk) -> bool:
-    """Whether rows are computed in chunks up to their window instead of as a whole."""
-    return trunk.block_length == 1 and platform() == "cpu"
-
-
-def _run_windows(
-    program: Program,
-    params: Params,
-    kv_cache: Any,
-    is_due_B: jax.Array,
-    is_finished_B: jax.Array | None,
-    needs_window_B: jax.Array,
-    tokens_BL: jax.Array,
-    length_B: jax.Array,
-    window: Window,
-    signal_BWD: jax.Array | None,
-    width: int,
-) -> tuple[Any, jax.Array]:
-    """The cache and the hidden vectors ``[B, W, D]`` after all forward passes over one canvas.
-
-    Whole rows are computed and cached where `is_due_B` is True, and the block before the window
-    where `is_finished_B` is True.
-    """
-    trunk, (num_rows, num_positions) = _cached_trunk(program), tokens_BL.shape
-
-    def cache_run(kv_cache: Any, is_due_B: jax.Array, first_B: jax.Array, size: int) -> Any:
-        """The cache with `size` positions from `first_B` on, up to the window."""
-
-        def compute(kv_cache: Any, rows: tuple[jax.Array, ...], row_N: jax.Array) -> Any:
-            tokens_NL, length_N, first_N, end_N = rows
-            part = Window(jnp.minimum(first_N, num_positions - size), first_N, end_N)
-            hidden_NWD, update = trunk.window(
-                params, kv_cache, row_N, tokens_NL, length_N, part, size=size
-            )
-            return update, after(hidden_NWD, part.place_N)
-
-        def put(kv_cache: Any, computed: tuple[Any, jax.Array], row_N: jax.Array) -> Any:
-            return trunk.store(kv_cache, computed[0], row_N, computed[1])
-
-        rows = tokens_BL, length_B, first_B, window.begin_N
-        return in_groups(program, is_due_B, size, compute, put, kv_cache, rows)
-
-    hidden_BWD = None
-    if _prefills(trunk):  # the positions before the windows, in chunks
-        size = min(_PREFILL, num_positions)
-        end_B = jnp.where(is_due_B, window.begin_N, 0)
-
-        def chunk(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-            first, kv_cache = state
-            first_B = jnp.full_like(window.begin_N, first)
-            return first + size, cache_run(kv_cache, end_B > first, first_B, size)
-
-        with jax.named_scope("prefill"):
-            start = (jnp.zeros((), jnp.int32), kv_cache)
-            last = jnp.max(end_B)
-            kv_cache = jax.lax.while_loop(lambda state: state[0] < last, chunk, start)[1]
-    else:
-        shape = jax.eval_shape(trunk.whole, params, tokens_BL, length_B)[0]
-        hidden_BWD = jnp.zeros((num_rows, width, shape.shape[2]), shape.dtype)
-
-        def compute(carry: Any, rows: tuple[jax.Array, ...], row_N: jax.Array) -> Any:
-            tokens_NL, length_N, place_N = rows
-            hidden_NLD, update = trunk.whole(params, tokens_NL, length_N)
-            return update, hidden_NLD, place_N
-
-        def put(carry: Any, computed: tuple[Any, ...], row_N: jax.Array) -> tuple[Any, jax.Array]:
-            (kv_cache, hidden_BWD), (update, hidden_NLD, place_N) = carry, computed
-            kv_cache = trunk.store(kv_cache, update, row_N, jnp.zeros_like(place_N))
-            return kv_cache, hidden_BWD.at[row_N].set(cut(hidden_NLD, place_N, width))
-
-        with jax.named_scope("refresh"):
-            kv_cache, hidden_BWD = in_groups(
-                program,
-                is_due_B,
-                num_positions,
-                compute,
-                put,
-                (kv_cache, hidden_BWD),
-                (tokens_BL, length_B, window.place_N),
-            )
-        if is_finished_B is not None:
-            first_B = jnp.maximum(window.begin_N - width, 0)
-            with jax.named_scope("finished_blocks"):
-                kv_cache = cache_run(kv_cache, is_finished_B, first_B, width)
-    if trunk.canvas is not None:
-        return kv_cache, trunk.canvas(
-            params, kv_cache, tokens_BL, length_B, window, signal_BWD, size=width
-        )
-
-    def window_of_all() -> tuple[jax.Array, Any]:
-        return trunk.window(params, kv_cache, None, tokens_BL, length_B, window, size=width)
-
-    if trunk.block_length == 1:
-        window_BWD, update = window_of_all()
-        kv_cache = trunk.store(kv_cache, update, None, after(window_BWD, window.place_N))
-        if hidden_BWD is None:
-            return kv_cache, window_BWD
-    else:
-        assert hidden_BWD is not None
-        window_BWD = jax.lax.cond(
-            jnp.any(needs_window_B), lambda: window_of_all()[0], lambda: hidden_BWD
-        )
-    return kv_cache, jnp.where(is_due_B[:, None, None], hidden_BWD, window_BWD)
-
-
 def in_groups(
     program: Program,
     is_due_B: jax.Array,
     num_positions: int,
-    compute: Callable[[Carry, Rows, jax.Array], Any],
-    put: Callable[[Carry, Any, jax.Array], Carry],
-    carry: Carry,
-    rows: Rows,
-) -> Carry:
+    compute: Callable[[Any, Any, jax.Array], Any],
+    put: Callable[[Any, Any, jax.Array], Any],
+    carry: Any,
+    rows: Any,
+) -> Any:
     """`carry`, updated group by group with the results of the rows where `is_due_B` is True.
 
     Nothing is computed if no device has such a row. A partial group is padded with its first
@@ -311,10 +264,17 @@ def in_groups(
     by_rows = program.by_rows
     num_due_S, own_SGN = by_rows(ordered)((), is_due_B)
     num_shares, _, size = own_SGN.shape
-    num_own = is_due_B.shape[0] // num_shares
-    most = jnp.max(num_due_S)
+    num_own, most = is_due_B.shape[0] // num_shares, jnp.max(num_due_S)
 
-    def one(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+    def put_if_due(first: jax.Array, own: tuple[Any, Any, jax.Array, jax.Array]) -> Any:
+        carry, computed, own_N, num_due_1 = own
+        if num_shares == 1:  # the loop ends before a group without due rows
+            return put(carry, computed, own_N)
+        return jax.lax.cond(
+            first < num_due_1[0], lambda: put(carry, computed, own_N), lambda: carry
+        )
+
+    def one(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         # The barrier hides the row index from the compiler. Without the barrier, the compiler
         # hoists the forward pass out of the loop and runs it even if no row is due.
         (first, carry), mine = jax.lax.optimization_barrier((state, rows))
@@ -327,23 +287,14 @@ def in_groups(
         computed = compute(carry, given, row_N)
         return first + size, by_rows(put_if_due)(first, (carry, computed, own_N, num_due_S))
 
-    def put_if_due(first: jax.Array, own: tuple[Carry, Any, jax.Array, jax.Array]) -> Carry:
-        carry, computed, own_N, num_due_1 = own
-        if num_shares == 1:  # the loop ends before a group without due rows
-            return put(carry, computed, own_N)
-        return jax.lax.cond(
-            first < num_due_1[0], lambda: put(carry, computed, own_N), lambda: carry
-        )
-
     start = (jnp.zeros((), most.dtype), carry)
     return jax.lax.while_loop(lambda state: state[0] < most, one, start)[1]
 
 
 def after(hidden_NWD: jax.Array, place_N: jax.Array) -> jax.Array:
-    """The indices, with a data dependency on the hidden vectors.
-
-    Writes at these indices then follow all reads that the vectors depend on, so the compiler
-    updates the cache in place. An optimization barrier is removed before the compiler decides that.
+    """The indices, with a data dependency on the hidden vectors: writes at these indices follow all
+    reads that the vectors depend on, so the compiler updates the cache in place. An optimization
+    barrier is removed before the compiler decides that.
     """
     # Larger values occur only in rows that end with the status NON_FINITE.
     is_huge_N = jnp.max(hidden_NWD.astype(jnp.float32), axis=(1, 2)) > _HUGE
@@ -359,7 +310,5 @@ def cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
 
 def read_head(program: Program, params: Params, name: str, hidden_BLD: jax.Array) -> jax.Array:
     """The sigmoid of a head of the network at every position, ``[B, L]``."""
-    num_rows, num_positions, width = hidden_BLD.shape
-    logit_P = program.network.heads[name](params, hidden_BLD.reshape(-1, width))
-    returned(logit_P, program.network, name, "N", (num_rows * num_positions,), jnp.float32)
-    return jax.nn.sigmoid(logit_P).reshape(num_rows, num_positions)
+    logit_P = program.network.heads[name](params, hidden_BLD.reshape(-1, hidden_BLD.shape[2]))
+    return jax.nn.sigmoid(logit_P).reshape(hidden_BLD.shape[:2])

@@ -56,11 +56,7 @@ class KVCache(Rule):
         """The first position and the exclusive end of the window of each row, int32 ``[B]``, and
         the static size of the windows. All other positions are read from the cache.
 
-        Args:
-          block: the current block of each row.
-          first_B: int32, first writable position of the block; the start of the block if none is
-            writable.
-          num_positions: number of positions of the canvas; static.
+        `first_B` is the first writable position of the block, int32 ``[B]``; its start if none is.
         """
         raise NotImplementedError
 
@@ -70,17 +66,13 @@ class KVCache(Rule):
         """True ``[B]`` where the whole row is computed and cached first, and where only the last
         positions before the window are, as many as it has, whose tokens are final; None for never.
 
-        Args:
-          block: the current block of each row.
-          begin_B: int32, first position of the window.
-          valid_B: see `CacheState`.
+        The window of each row begins at `begin_B`, and `valid_B` is that of `CacheState`.
         """
         raise NotImplementedError
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
-        """Always True, because the setting ``cache`` selects the rule."""
-        return True
+        return True  # the setting `cache` selects the rule
 
     @classmethod
     def check(cls, row: Any) -> None:
@@ -124,45 +116,30 @@ class Exact(KVCache):
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         super().check_model(row, facts)
-        is_exact = facts.is_causal or facts.block_length or facts.canvas_length
-        why = (
-            "requires model.attention_type='causal' or 'block_causal', where no position attends "
-            "to later ones"
-        )
+        is_exact = facts.is_causal or facts.block_length > 1 or facts.canvas_length
+        why = "requires model.attention_type='causal', or 'block_causal' with blocks of 2 or more"
         require(bool(is_exact), "cache", "exact", why, "use cache='dual'")
-        is_single = facts.block_length == 1 and not facts.is_causal
-        why = "does not support model.attention_type='block_causal' with blocks of 1 position"
-        require(not is_single, "cache", "exact", why, "use model.attention_type='causal'")
         if facts.is_causal:
-            settings = {
+            settings: dict[str, tuple[Any, ...]] = {
                 "order": ("left_to_right",),
                 "schedule": ("linear",),
                 "block_length": (0, 1),
                 "resample": (False,),
                 "remask": ("none",),
             }
-            require_values(
-                row,
-                settings,
-                "can write positions other than the next one, but cache='exact' with a causal "
-                "model writes only the next one",
-            )
+            why = "is not supported by cache='exact' with a causal model, which writes the next one"
+            require_values(row, settings, why)
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
-        require(
-            not facts.is_causal or row.steps >= is_open.sum(),
-            "steps",
-            row.steps,
-            f"is less than the {is_open.sum()} tokens to write; cache='exact' with a causal "
-            f"model writes one per step",
-            f"use steps={is_open.sum()} or more",
-        )
+        least = is_open.sum() if facts.is_causal else 0
+        why = f"is less than the {least} tokens that cache='exact' writes one by one"
+        require(row.steps >= least, "steps", row.steps, why, f"use steps={least} or more")
 
     def read(
         self, block: CurrentBlock, first_B: jax.Array, num_positions: int
     ) -> tuple[jax.Array, jax.Array, int]:
-        """A window of the row's block or, for a causal model, of its next token."""
+        """The row's block or, in a causal model, its next token."""
         size = min(self.block_length or self.canvas_length or 1, num_positions)
         if self.canvas_length:
             return block.begin_B, block.end_B, size
@@ -196,8 +173,7 @@ class Dual(KVCache):
         Setting(
             "cache_refresh",
             0,
-            "dual: number of steps between refreshes of the whole row; 0 refreshes only "
-            "when a block starts",
+            "dual: steps between refreshes of the whole row; 0: when a block starts",
             low=0,
             activates=False,
         )

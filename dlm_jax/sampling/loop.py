@@ -16,7 +16,6 @@ from dlm_jax.sampling.edits.edit_rule import places
 from dlm_jax.sampling.forward import ready
 from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.state import State
 from dlm_jax.sampling.state import start as start
 from dlm_jax.types import Params
@@ -27,10 +26,10 @@ _NEVER = 2**31 - 1
 class Advance:
     """Compiled ``(params, state, num_steps) -> state``: up to `num_steps` steps of each row.
 
-    The loop ends early when no row is running or `num_ends` rows have ended. `num_steps` and
-    `num_ends` are traced numbers, and `state` is donated. One program is compiled per shape, chain
-    and set of rules. ``compiled`` lists the compiled shapes, ``program`` is the static part that
-    they share, and ``has_run`` is True after a call has returned.
+    The loop ends early when no row is running or `num_ends` rows have ended. Both numbers are
+    traced, and `state` is donated. One program is compiled per shape, chain and set of rules.
+    ``compiled`` lists the compiled shapes, ``program`` is the static part that they share, and
+    ``has_run`` is True after a call has returned.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
@@ -66,7 +65,6 @@ class Advance:
         rows, positions = state.canvas.tokens_BL.shape
         # This line runs only when a new program is traced.
         self.compiled.append(f"rows={rows} canvas={positions}")
-
         with devices.exact(self.program.rows):
             params = ready(self.program, params, state)
             return run_steps(self.program, params, state, num_steps, num_ends)
@@ -82,8 +80,7 @@ def advance(
     """The state after up to `num_steps` more steps, or after `num_ends` of the rows have ended.
 
     Args:
-      step: ``(params, state) -> state``, one step of every running row. It must leave the other
-        rows as they are.
+      step: ``(params, state) -> state``, one step of every running row, which leaves the others.
       params: parameters, which `step` receives.
       state: any pytree with an attribute ``is_running_B``, True for the rows that have not ended.
         Its shapes do not change from step to step.
@@ -104,9 +101,12 @@ def advance(
     return jax.lax.while_loop(goes_on, one_more, (jnp.zeros((), jnp.int32), state))[1]
 
 
-def step_of(rules: Rules) -> Callable[[Program, Params, State], State]:
-    """The step of these rules: that of noise for a noise rule, and otherwise that of MASK."""
-    return noise_step.step if isinstance(rules.commit, NoiseRule) else mask_step.step
+def step(program: Program, params: Params, state: State) -> State:
+    """One step: that of noise for a noise rule, and otherwise that of MASK. The parameters must be
+    in the layout that `dlm_jax.sampling.forward.ready` returns.
+    """
+    is_noise = isinstance(state.rules.commit, NoiseRule)
+    return (noise_step if is_noise else mask_step).step(program, params, state)
 
 
 def run_steps(
@@ -116,15 +116,11 @@ def run_steps(
     num_steps: jax.Array | int,
     num_ends: jax.Array | int = _NEVER,
 ) -> State:
-    """`advance` with the stepper of the state's rules.
-
-    The parameters must be in the layout that `dlm_jax.sampling.forward.ready` returns.
-    """
+    """`advance` with `step`."""
     if state.edits is not None:
         origin_BL = places(state.edits.origin_BL)
         state = state._replace(edits=state.edits._replace(origin_BL=origin_BL))
-    step = functools.partial(step_of(state.rules), program)
-    return advance(step, params, state, num_steps, num_ends)
+    return advance(functools.partial(step, program), params, state, num_steps, num_ends)
 
 
 def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:

@@ -8,21 +8,15 @@ forward pass.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.blocks import choose
-from dlm_jax.sampling.commit.commit_rule import (
-    CommitContext,
-    CommitRule,
-    DrawnTokens,
-    head_of,
-    preferences,
-)
+from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, head_of, preferences
 from dlm_jax.sampling.commit.orders import show_confidence
 from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import PositionMap, moved, moved_boundary, position_map_of
@@ -30,17 +24,16 @@ from dlm_jax.sampling.edits.scores import read_logprobs
 from dlm_jax.sampling.edits.trial import gain_of_edits
 from dlm_jax.sampling.forward import forward, read_head
 from dlm_jax.sampling.kv_cache import CacheState
-from dlm_jax.sampling.positions import TrunkOutput, at_places, hidden
+from dlm_jax.sampling.positions import TrunkOutput, hidden
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.fill import FillInput, FillOutput, check_filled
+from dlm_jax.sampling.propose.fill import FillInput, FillOutput
 from dlm_jax.sampling.remask import RENOISE_SALT, RemaskContext
 from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import (
     EDITED,
     State,
-    check_result,
+    check_choice,
     end_step,
-    gather_state,
     move_state,
     overwrite,
     refines,
@@ -50,36 +43,23 @@ from dlm_jax.sampling.state import (
     token_positions,
     visible_context,
 )
-from dlm_jax.sampling.transforms.transform import At, Context
-from dlm_jax.types import Canvas, Params, live_positions, returned
+from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.sampling.transforms.transform import Context
+from dlm_jax.types import Canvas, Params, live_positions
 
 _LOWER = TIES.code("lower")
 
 
 class StepProposal(NamedTuple):
-    """The candidates of a step, before the commit. A host sampler can change them.
+    """The candidates of a step, before the commit. A host sampler can change them."""
 
-    Attributes:
-      is_open_BL: True at positions that receive a candidate.
-      is_read_BL: True at tokens to score for the remask rule: draft tokens, and the whole block if
-        the rule needs ``logprobs``; None without a remask rule.
-      commit: the context of the commit rule.
-      context: the visible tokens, for logit transforms.
-      output: the output of the trunk.
-      cache: the cache after the forward pass; None without a cache.
-      counters: counters of the step so far.
-      draw_key_B: key of each row for drawing the tokens of the step.
-      filled: candidates and statistics of the fill.
-    """
-
-    is_open_BL: jax.Array
-    is_read_BL: jax.Array | None
+    is_open_BL: jax.Array  # positions that receive a candidate
+    is_read_BL: jax.Array | None  # tokens to score for the remask rule: drafts, or the whole block
     commit: CommitContext
-    context: Context
+    context: Context  # the visible tokens, for logit transforms
     output: TrunkOutput
-    cache: CacheState | None
-    counters: Counters
-    draw_key_B: jax.Array
+    cache: CacheState | None  # after the forward pass
+    counters: Counters  # of the step so far
     filled: FillOutput
 
 
@@ -100,8 +80,8 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
     rules, rule, block = state.rules, state.rules.commit, state.block
     assert isinstance(rule, CommitRule), "a noise rule has its own step"
     tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
-    shape, num_positions = tokens_BL.shape, tokens_BL.shape[1]
-    draw_key_B, rule_key_B, _ = step_keys(state)
+    num_positions = tokens_BL.shape[1]
+    rule_key_B = step_keys(state)[1]
 
     # Mask: the holes of the block, and the open positions, which receive a candidate. At the last
     # step of a block, these include all holes.
@@ -120,7 +100,6 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
     if rule.rewrites is not None:
         commit = commit._replace(written_BL=jnp.where(is_free_BL & is_token_BL, tokens_BL, -1))
     is_open_BL = rule.eligible(state.rule_state, commit)
-    is_open_BL = returned(is_open_BL, rule, "eligible", "B, L", shape, bool)
     is_open_BL = commit.is_hole_BL & (is_open_BL | (is_last_BL & ~is_token_BL))
     if commit.written_BL is not None:
         is_open_BL |= commit.written_BL >= 0
@@ -151,13 +130,17 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         state,
         output,
         context,
-        key_B=draw_key_B,
-        is_open_BL=is_open_BL,
-        is_seen_BL=is_token_BL,
+        is_open_BL,
+        is_token_BL,
         preference_BL=commit.preference_BL,
         own_BL=own_BL,
         is_scored_BL=is_scored_BL,
     )
+    counters = Counters(
+        forwards=state.is_running_B * forwards_B,
+        positions=state.is_running_B * positions_B,
+        filled=jnp.sum(is_open_BL, axis=1),
+    ).plus(Counters(**filled.counts))
     return state, StepProposal(
         is_open_BL=is_open_BL,
         is_read_BL=is_read_BL,
@@ -165,12 +148,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         context=context,
         output=output,
         cache=cache,
-        counters=Counters(
-            forwards=state.is_running_B * forwards_B,
-            positions=state.is_running_B * positions_B,
-            filled=jnp.sum(is_open_BL, axis=1),
-        ).plus(Counters(**filled.counts)),
-        draw_key_B=draw_key_B,
+        counters=counters,
         filled=filled,
     )
 
@@ -186,13 +164,11 @@ def commit_step(
     tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
     shape, is_mask_BL = tokens_BL.shape, tokens_BL == program.mask_id
     step_B, steps_B, is_last_B = state.step_B, state.is_stepping_B, state.block.is_last_step_B
-    goes_on_B = steps_B & is_finite_B & ~is_last_B
 
     # Commit. The last step of a block fills every hole.
     before = filled.rule_state
     result = rule.select(before, context, proposal)
-    chosen_BL, after = check_result(result, rule, "select", before)
-    chosen_BL = returned(chosen_BL, rule, "select", "B, L", shape, bool)
+    chosen_BL, after = check_choice(result, rule, shape, before)
     chosen_BL |= is_mask_BL & is_last_B[:, None]
     is_committed_BL = is_open_BL & chosen_BL & is_finite_B[:, None]
     is_scored_BL = is_committed_BL
@@ -228,6 +204,7 @@ def commit_step(
     if rules.remask is not None:
         remask_rule, tokens_BL, wrong_BL = rules.remask, state.canvas.tokens_BL, None
         is_mask_BL = tokens_BL == program.mask_id
+        goes_on_B = steps_B & is_finite_B & ~is_last_B
         if head := head_of(remask_rule.needs):
             full_BL = jnp.where((candidate_BL >= 0) & is_mask_BL, candidate_BL, tokens_BL)
             full = full_BL, state.canvas.length_B
@@ -249,14 +226,14 @@ def commit_step(
             wrong_BL=wrong_BL,
             key_B=step_keys(state)[2],
         )
-        result = remask_rule.select(state.remask_state, remask)
-        chosen_BL, after = check_result(result, remask_rule, "select", state.remask_state)
-        chosen_BL = returned(chosen_BL, remask_rule, "select", "B, L", shape, bool)
+        before = state.remask_state
+        result = remask_rule.select(before, remask)
+        chosen_BL, after = check_choice(result, remask_rule, shape, before)
         chosen_BL &= remask.is_open_BL
         if choice_B is not None:
-            choice_B += rules.remask.log_prob(state.remask_state, remask, chosen_BL)
-        after = choose(steps_B, after, state.remask_state)
+            choice_B += remask_rule.log_prob(before, remask, chosen_BL)
         state = overwrite(state, chosen_BL, program.mask_id, mask_id=program.mask_id)
+        after = choose(steps_B, after, before)
         state = state._replace(
             rule_state=reset_state(rule, state.rule_state, chosen_BL),
             remask_state=reset_state(remask_rule, after, chosen_BL),
@@ -296,15 +273,36 @@ def commit_step(
         stays_B |= (had_holes_B | changed_B) & (settled_B < rule.rewrites)
         changes_B = jnp.ones_like(steps_B)
     state = end_step(
-        state,
-        steps_B=steps_B,
-        is_finite_B=is_finite_B,
-        stays_B=stays_B,
-        changes_B=changes_B,
-        mask_id=program.mask_id,
-        eos_ids=program.eos_ids,
+        program, state, steps_B, is_finite_B=is_finite_B, stays_B=stays_B, changes_B=changes_B
     )
     return state, is_committed_BL
+
+
+def fill_input(
+    program: Program,
+    params: Params,
+    state: State,
+    output: TrunkOutput,
+    context: Context,
+    is_open_BL: jax.Array,
+    is_seen_BL: jax.Array,
+) -> FillInput:
+    """The input of a fill without a rule, given the output of the trunk and the visible tokens."""
+    chain = step_chain(state)
+    return FillInput(
+        network=program.network,
+        params=params,
+        output=output,
+        # The number of open positions is at most the number of hidden vectors.
+        chunk=min(program.chunk, output.hidden_BLD.shape[0] * output.hidden_BLD.shape[1]),
+        tokens_BL=context.tokens_BL,
+        length_B=context.length_B,
+        is_open_BL=is_open_BL,
+        is_seen_BL=is_seen_BL,
+        chain=chain,
+        prepared=chain.prepare(state.chain_state, context),
+        key_B=step_keys(state)[0],
+    )
 
 
 def draw_candidates(
@@ -313,58 +311,34 @@ def draw_candidates(
     state: State,
     output: TrunkOutput,
     context: Context,
-    *,
-    scored: Callable[..., tuple[jax.Array, DrawnTokens]] | None = None,
     is_open_BL: jax.Array,
+    is_seen_BL: jax.Array,
     **arrays: jax.Array | None,
 ) -> FillOutput:
-    """The candidates of the fill. If rows are sharded, each device fills its own rows.
-
-    `context` has the visible tokens, and `arrays` are further arrays of `FillInput`; `scored` gives
-    the logits and tokens that a noise rule scores.
+    """The candidates of the fill, given further arrays of `FillInput`. If rows are sharded, each
+    device fills its own rows.
     """
 
     def propose(params: Params, rows: tuple[Any, ...]) -> FillOutput:
-        state, output, context, arrays = rows
-        rules, chain, signal = state.rules, step_chain(state), program.network.signal
-        rule, tokens_BL, num_positions = rules.commit, context.tokens_BL, context.tokens_BL.shape[1]
-
-        def score(
-            places_N: jax.Array, at: At, logits_NV: jax.Array, drawn: DrawnTokens
-        ) -> tuple[jax.Array, Any]:
-            if scored is not None:
-                logits_NV, drawn = scored(chain, at_places(tokens_BL, places_N), at, drawn)
-            state_N = gather_state(state.rule_state, places_N, num_positions)
-            result = rule.score(state_N, logits_NV, drawn)
-            score_N, state_N = check_result(result, rule, "score", state.rule_state)
-            return returned(score_N, rule, "score", "N", places_N.shape, jnp.float32), state_N
-
-        fill = FillInput(
-            network=program.network,
-            params=params,
-            output=output,
-            # The number of open positions is at most the number of hidden vectors.
-            chunk=min(program.chunk, output.num_vectors),
-            tokens_BL=tokens_BL,
-            length_B=context.length_B,
+        state, *inputs, arrays = rows
+        rules = state.rules
+        fill = dataclasses.replace(
+            fill_input(program, params, state, *inputs),
             is_given_BL=state.canvas.frozen_BL,
             keeps_best=rules.edit is not None and "likeliest" in rules.edit.needs,
-            chain=chain,
-            prepared=chain.prepare(state.chain_state, context),
             banned_ids=program.banned_ids,
-            score=score,
+            rule=rules.commit,
             rule_state=state.rule_state,
             is_traced=program.num_traced > 0,
-            signal=None if signal is None else functools.partial(signal, params),
             signal_BLD=state.signal_BLD,
             **arrays,
         )
-        return check_filled(rules.fill, rules.fill.propose(fill), tokens_BL.shape)
+        return rules.fill.propose(fill)
 
     # The old cache is not used again, so it can be overwritten in place.
     lean = state._replace(cache=None, records=None)
-    arrays = {"is_open_BL": is_open_BL, **arrays}
-    return program.by_rows(propose)(params, (lean, output, context, arrays))
+    rows = lean, output, context, is_open_BL, is_seen_BL, arrays
+    return program.by_rows(propose)(params, rows)
 
 
 def apply_renoise(program: Program, state: State) -> State:
@@ -375,14 +349,12 @@ def apply_renoise(program: Program, state: State) -> State:
 
     def write(params: Params, rows: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         renoise, chain, tokens_BL, *others = rows
-        num_rows, vocab_size = tokens_BL.shape[0], program.network.vocab_size
-
-        def is_text() -> jax.Array:
-            is_banned_BV = chain.banned(num_rows, vocab_size)
-            return ~is_banned_BV.at[:, jnp.array(sorted(banned))].set(True, mode="drop")
-
         return renoise.write(
-            tokens_BL, *others, mask_id=program.mask_id, space_id=program.space_id, is_text=is_text
+            tokens_BL,
+            *others,
+            mask_id=program.mask_id,
+            space_id=program.space_id,
+            is_text=lambda: writable_ids(program, chain, tokens_BL.shape[0], banned),
         )
 
     is_free_BL = state.is_free_BL & state.is_stepping_B[:, None]
@@ -391,6 +363,12 @@ def apply_renoise(program: Program, state: State) -> State:
     rows = renoise, state.rules.chain, state.canvas.tokens_BL, is_free_BL, ratio_B, key_B
     new_BL, is_hit_BL = program.by_rows(write)(None, rows)
     return overwrite(state, is_hit_BL, new_BL, mask_id=program.mask_id)
+
+
+def writable_ids(program: Program, chain: Chain, num_rows: int, banned: set[int]) -> jax.Array:
+    """True ``[B, V]`` at ids that neither a row's biases nor `banned` exclude."""
+    is_banned_BV = chain.banned(num_rows, program.network.vocab_size)
+    return ~is_banned_BV.at[:, jnp.array(sorted(banned))].set(True, mode="drop")
 
 
 def editable_positions(state: State) -> jax.Array:
@@ -451,9 +429,6 @@ def apply_edits(
     )
     context = context._replace(gain=functools.partial(gain_of_edits, program, params, context))
     edits = rule.select(context, rule.score(context))
-    for name in ("insert_gap_BL", "delete_BL"):
-        value = getattr(edits, name)
-        returned(value, rule, f"select(...).{name}", "B, L", is_open_BL.shape, bool)
     position_map = position_map_of(edits, canvas.frozen_BL, canvas.length_B, past.capacity_B)
     tokens_BL = moved(position_map, canvas.tokens_BL, edits.token, program.pad_id)
     is_put_BL = position_map.is_new_BL & (tokens_BL != program.mask_id)

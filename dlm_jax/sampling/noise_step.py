@@ -14,26 +14,22 @@ import jax.numpy as jnp
 
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.blocks import choose
-from dlm_jax.sampling.commit.commit_rule import DrawnTokens, preferences, uniform
-from dlm_jax.sampling.draw import log_prob
+from dlm_jax.sampling.commit.commit_rule import preferences, uniform
 from dlm_jax.sampling.forward import forward
-from dlm_jax.sampling.mask_step import draw_candidates
+from dlm_jax.sampling.mask_step import draw_candidates, writable_ids
 from dlm_jax.sampling.noise import NoiseContext, NoiseRule
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.remask import RENOISE_SALT, random_ids
 from dlm_jax.sampling.row import TIES, Counters
 from dlm_jax.sampling.state import (
     State,
-    check_result,
     end_step,
     overwrite,
     step_keys,
     token_positions,
     visible_context,
 )
-from dlm_jax.sampling.transforms.chain import Chain
-from dlm_jax.sampling.transforms.transform import At
-from dlm_jax.types import Params, returned
+from dlm_jax.types import Params
 
 _LOWER = TIES.code("lower")
 
@@ -42,26 +38,24 @@ def step(program: Program, params: Params, state: State) -> State:
     """The state after one step of every running row. Other rows remain bitwise unchanged."""
     rules, rule, mask_id = state.rules, state.rules.commit, program.mask_id
     assert isinstance(rule, NoiseRule), "a commit rule has its own step"
-    shape, num_positions = state.canvas.tokens_BL.shape, state.canvas.tokens_BL.shape[1]
     is_running_B = state.is_running_B
 
     # Begin: write the first tokens at the holes of starting rows.
     begin_key_B = step_keys(state, salt=RENOISE_SALT)[1]
     is_new_BL = ((state.step_B == 0) & is_running_B)[:, None] & ~state.canvas.frozen_BL
     is_new_BL &= state.canvas.tokens_BL == mask_id
-
-    def begin() -> jax.Array:
-        tokens_BL = rule.begin(make_context(program, state, begin_key_B))
-        return returned(tokens_BL, rule, "begin", "B, L", shape, jnp.int32)
-
-    new_BL = jax.lax.cond(jnp.any(is_new_BL), begin, lambda: state.canvas.tokens_BL)
+    new_BL = jax.lax.cond(
+        jnp.any(is_new_BL),
+        lambda: rule.begin(make_context(program, state, begin_key_B)),
+        lambda: state.canvas.tokens_BL,
+    )
     is_new_BL &= new_BL != state.canvas.tokens_BL
     state = overwrite(state, is_new_BL, new_BL, mask_id=mask_id)
 
     # Open positions: the unfrozen positions of the block. The blocks behind it are noise.
-    draw_key_B, rule_key_B, _ = step_keys(state)
+    rule_key_B = step_keys(state)[1]
     tokens_BL, block = state.canvas.tokens_BL, state.block
-    place_1L = jnp.arange(num_positions)[None]
+    place_1L = jnp.arange(tokens_BL.shape[1])[None]
     is_seen_BL = state.canvas.frozen_BL | (place_1L < block.begin_B[:, None])
     is_seen_BL &= token_positions(state, mask_id=mask_id)
     noise_context = make_context(program, state, rule_key_B)
@@ -70,41 +64,25 @@ def step(program: Program, params: Params, state: State) -> State:
     # Forward.
     output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
 
-    # Propose. The rule scores the current tokens, under the logits of the draws.
-    def current(
-        chain: Chain, ids_N: jax.Array, at: At, drawn: DrawnTokens
-    ) -> tuple[jax.Array, DrawnTokens]:
-        final_NV = drawn.filter_logits()
-        # A greedy row draws its argmax with certainty.
-        certain_N = jnp.where(ids_N == drawn.ids_N, 0.0, -jnp.inf)
-        logprob_N = jnp.where(chain.is_greedy(at), certain_N, log_prob(final_NV, ids_N))
-        return final_NV, drawn._replace(ids_N=ids_N, logprob_N=logprob_N)
-
+    # Propose. The rule scores the current tokens.
     filled = draw_candidates(
         program,
         params,
         state,
         output,
         visible_context(state, mask_id=mask_id),
-        scored=current,
-        key_B=draw_key_B,
-        is_open_BL=is_open_BL,
-        is_seen_BL=is_seen_BL,
+        is_open_BL,
+        is_seen_BL,
         preference_BL=noise_context.preference_BL,
     )
     proposal, is_finite_B = filled.proposal, filled.is_finite_B
 
     # Update: candidates, new noise and current tokens. The last step of a block leaves no MASK.
     before = filled.rule_state
-    update, after = check_result(
-        rule.update(before, noise_context, proposal), rule, "update", before
-    )
-    new_BL = returned(update.tokens_BL, rule, "update(...).tokens_BL", "B, L", shape, jnp.int32)
-    name = "update(...).is_candidate_BL"
-    is_taken_BL = returned(update.is_candidate_BL, rule, name, "B, L", shape, bool)
-    is_taken_BL |= (tokens_BL == mask_id) & block.is_last_step_B[:, None]
+    update, after = rule.update(before, noise_context, proposal)
     is_written_BL = is_open_BL & is_finite_B[:, None]
-    is_taken_BL &= is_written_BL
+    is_last_mask_BL = (tokens_BL == mask_id) & block.is_last_step_B[:, None]
+    is_taken_BL = is_written_BL & (update.is_candidate_BL | is_last_mask_BL)
     counters = Counters(
         forwards=is_running_B * forwards_B,
         positions=is_running_B * positions_B,
@@ -121,19 +99,14 @@ def step(program: Program, params: Params, state: State) -> State:
         rule_state=choose(is_running_B, after, before),
         signal_BLD=filled.signal_BLD,
     )
-    is_new_BL = is_written_BL & ~is_taken_BL & (new_BL != written_BL)
-    state = overwrite(state, is_new_BL, new_BL, mask_id=mask_id)
+    is_new_BL = is_written_BL & ~is_taken_BL & (update.tokens_BL != written_BL)
+    state = overwrite(state, is_new_BL, update.tokens_BL, mask_id=mask_id)
 
     # End of the step, the block and the row. A block takes all its steps unless the rule ends it.
     always_B = jnp.ones_like(is_running_B)
+    stays_B = always_B if update.is_final_B is None else ~update.is_final_B
     return end_step(
-        state,
-        steps_B=is_running_B,
-        is_finite_B=is_finite_B,
-        stays_B=always_B if update.is_final_B is None else ~update.is_final_B,
-        changes_B=always_B,
-        mask_id=mask_id,
-        eos_ids=program.eos_ids,
+        program, state, is_running_B, is_finite_B=is_finite_B, stays_B=stays_B, changes_B=always_B
     )
 
 
@@ -145,8 +118,7 @@ def make_context(program: Program, state: State, key_B: jax.Array) -> NoiseConte
     def draw(params: Params, rows: tuple[Any, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
         chain, tokens_BL, key_B = rows
         num_rows, num_positions = tokens_BL.shape
-        is_text_BV = ~chain.banned(num_rows, program.network.vocab_size)
-        is_text_BV = is_text_BV.at[:, jnp.array(sorted(banned))].set(False, mode="drop")
+        is_text_BV = writable_ids(program, chain, num_rows, banned)
         random_BL = random_ids(is_text_BV, uniform(key_B, num_positions), program.mask_id)
         is_noise_BL = jnp.take_along_axis(is_text_BV, tokens_BL, axis=1)
         return is_noise_BL, random_BL, jnp.sum(is_text_BV, axis=1, dtype=jnp.int32)

@@ -29,8 +29,8 @@ def chunk_size(vocab_size: int) -> int:
 
 
 def wave_chunk(vocab_size: int) -> int:
-    """Number of positions per call to the sampler head; small, because a short wave takes a whole
-    chunk, whose unused places are expensive on CPU.
+    """Number of positions per call to the sampler head; small on CPU, where the unused places of a
+    short wave are expensive.
     """
     return max(16, min(128, 2**20 // vocab_size)) if platform() == "cpu" else 1024
 
@@ -101,11 +101,20 @@ def at_places(x_BL: jax.Array, places_N: jax.Array) -> jax.Array:
     return x_BL.reshape(x_BL.shape[0] * x_BL.shape[1], *x_BL.shape[2:])[places_N]
 
 
-def place_of_largest(x: jax.Array, axis: int = -1) -> jax.Array:
-    """`jnp.argmax` of floats or booleans along an axis, as int32.
+def gather_state(state: Any, places_N: jax.Array, num_positions: int) -> Any:
+    """A rule's state of N positions or of their rows, ``[N, ...]``, at ``row * L + index``."""
 
-    `jnp.argmax` creates a new function on each use, and JAX caches the trace of each such function
-    (jax 0.10.1). The memory of a process would therefore grow with every compiled program.
+    def gather(leaf: jax.Array) -> jax.Array:
+        if belongs_to_positions(leaf, num_positions):
+            return at_places(leaf, places_N)
+        return leaf[places_N // num_positions]
+
+    return jax.tree.map(gather, state)
+
+
+def place_of_largest(x: jax.Array, axis: int = -1) -> jax.Array:
+    """`jnp.argmax` of floats or booleans along an axis, as int32, without a new function on each
+    use, whose traces JAX caches (jax 0.10.1), so that memory grows with every compiled program.
     """
     axis %= x.ndim
     place = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
@@ -122,28 +131,13 @@ def _larger(one: _Pair, other: _Pair) -> _Pair:
 
 
 class TrunkOutput(NamedTuple):
-    """The output of the trunk in a step.
+    """The output of the trunk in a step."""
 
-    Attributes:
-      hidden_BLD: hidden vectors ``[B, L, D]`` of the canvas, or ``[B, W, D]`` for one window per
-        row.
-      uncond_BLD: hidden vectors of the canvas with its given tokens masked; None without guidance.
-      scale_B: float32 guidance scale of each row; None without guidance.
-      at_BL: int32 index of the hidden vector of each position within the window of its row;
-        undefined outside the window. None if the windows are whole rows.
-      attention_BLL: see `CommitContext`.
-    """
-
-    hidden_BLD: jax.Array
-    uncond_BLD: jax.Array | None = None
-    scale_B: jax.Array | None = None
-    at_BL: jax.Array | None = None
-    attention_BLL: jax.Array | None = None
-
-    @property
-    def num_vectors(self) -> int:
-        """Number of hidden vectors in all windows together."""
-        return self.hidden_BLD.shape[0] * self.hidden_BLD.shape[1]
+    hidden_BLD: jax.Array  # of the canvas, or [B, W, D] of one window per row
+    uncond_BLD: jax.Array | None = None  # with guidance: of the canvas with its given tokens masked
+    scale_B: jax.Array | None = None  # with guidance: float32 scale of each row
+    at_BL: jax.Array | None = None  # int32 index of each position in its window; None: whole rows
+    attention_BLL: jax.Array | None = None  # see `CommitContext`
 
     def logits(self, network: Network, params: Params, places_N: jax.Array) -> jax.Array:
         """Clean logits ``[N, V]`` of the LM head at places ``row * L + index``."""
@@ -157,18 +151,18 @@ class TrunkOutput(NamedTuple):
         2025, LLaDA, appendix; after Ho and Salimans 2022). Ids that are impossible under c or u
         remain impossible.
         """
-        num_positions, width = self.hidden_BLD.shape[1:]
+        num_positions = self.hidden_BLD.shape[1]
         row_N = places_N // num_positions
         if self.at_BL is not None:
             row_N = places_N // self.at_BL.shape[1]
             places_N = row_N * num_positions + self.at_BL.reshape(-1)[places_N]
-        plain_NV = head(self.hidden_BLD.reshape(-1, width)[places_N])
+        plain_NV = head(at_places(self.hidden_BLD, places_N))
         if self.uncond_BLD is None or self.scale_B is None:
             return plain_NV
         uncond_BLD, scale_N = self.uncond_BLD, self.scale_B[row_N]
 
         def guided(plain_NV: jax.Array) -> jax.Array:
-            uncond_NV = head(uncond_BLD.reshape(-1, width)[places_N])
+            uncond_NV = head(at_places(uncond_BLD, places_N))
             led_NV = uncond_NV + (scale_N + 1.0)[:, None] * (plain_NV - uncond_NV)
             is_possible_NV = jnp.isfinite(plain_NV) & jnp.isfinite(uncond_NV)
             led_NV = jnp.where(is_possible_NV, led_NV, plain_NV + uncond_NV)

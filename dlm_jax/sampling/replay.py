@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax import devices
-from dlm_jax.pytree import pytree
 from dlm_jax.sampling.forward import forward
-from dlm_jax.sampling.positions import TrunkOutput, at_places
+from dlm_jax.sampling.mask_step import fill_input
+from dlm_jax.sampling.positions import at_places
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose.fill import FillInput
 from dlm_jax.sampling.propose.wavefront import head_chunk
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import Rules
-from dlm_jax.sampling.state import State, start, step_chain, step_keys, visible_context
-from dlm_jax.sampling.transforms.transform import Context
+from dlm_jax.sampling.state import State, start, visible_context
+from dlm_jax.settings import pytree
 from dlm_jax.types import Params, Status
 
 
@@ -91,13 +91,8 @@ class Trace:
         num_steps = max(1, int(np.max(self.steps)))
         most = int(np.max(np.sum(self.is_written, axis=2), initial=1))
         width = min(1 << (most - 1).bit_length(), self.canvas.shape[2])
-        cut = {name: x[:, :num_steps] for name, x in self._by_step().items()}
+        cut = {name: getattr(self, name)[:, :num_steps] for name in _BY_STEP}
         return replace(self, **cut, width=width)
-
-    def _by_step(self) -> dict[str, Any]:
-        """The arrays with an axis of steps."""
-        names = "canvas tokens is_written logprobs entropy confidence level choice_logprobs"
-        return {name: getattr(self, name) for name in names.split()}
 
     def writings(self, row: int) -> np.ndarray:
         """The written tokens of one row, in order, as a structured array with the fields ``step``,
@@ -105,24 +100,12 @@ class Trace:
         """
         step, position = np.nonzero(np.asarray(self.is_written[row]))
         kind = np.dtype([("step", "i4"), ("position", "i4"), ("token", "i4"), ("logprob", "f4")])
-        found = np.zeros(step.size, kind)
-        tokens, logprobs = (np.asarray(x[row]) for x in (self.tokens, self.logprobs))
-        found["step"], found["position"] = step, position
-        found["token"], found["logprob"] = tokens[step, position], logprobs[step, position]
-        return found
+        token, logprob = (np.asarray(x[row])[step, position] for x in (self.tokens, self.logprobs))
+        return np.array([*zip(step, position, token, logprob, strict=True)], kind)
 
 
-class _Step(NamedTuple):
-    """A recorded step of every row; `is_read_BL` is True at the candidates that are scored, and
-    `order_BL` is `State.committed_BL` before the step.
-    """
-
-    canvas_BL: jax.Array
-    tokens_BL: jax.Array
-    is_read_BL: jax.Array
-    level_BL: jax.Array
-    order_BL: jax.Array
-    step_B: jax.Array
+_BY_STEP = [field.name for field in dataclasses.fields(Trace)][:8]
+"""The fields with an axis of steps."""
 
 
 def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
@@ -146,34 +129,15 @@ def trace_of(program: Program, state: State, vocabulary: str = "") -> Trace:
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
-    """Concatenates the rows of several traces on the host.
-
-    Raises:
-      ValueError: the traces have different settings or canvases.
-    """
-    first, *others = traces
-    for other in others:
-        if jax.tree.structure(other) != jax.tree.structure(first):
-            raise ValueError(
-                "the traces have different static settings, models or widths; sample their rows "
-                "in one call, or use the traces separately"
-            )
-        if other.canvas.shape[2] != first.canvas.shape[2]:
-            raise ValueError(
-                f"the traces have canvases of {first.canvas.shape[2]} and "
-                f"{other.canvas.shape[2]} positions; sample their rows in one call"
-            )
+    """Concatenates the rows of traces with the same static fields and canvases, on the host."""
     num_steps = max(trace.canvas.shape[1] for trace in traces)
 
-    def padded(name: str, x: Any) -> np.ndarray:
-        fill = -1 if name == "tokens" else 0
+    def pad(trace: Trace, name: str) -> np.ndarray:
+        x = getattr(trace, name)
         width = [(0, 0), (0, num_steps - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
-        return np.pad(x, width, constant_values=fill)
+        return np.pad(x, width, constant_values=-1 if name == "tokens" else 0)
 
-    even = [
-        replace(one, **{name: padded(name, x) for name, x in one._by_step().items()})
-        for one in traces
-    ]
+    even = [replace(one, **{name: pad(one, name) for name in _BY_STEP}) for one in traces]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *even)
 
 
@@ -188,7 +152,6 @@ def replayed(
     """
     num_steps, num_positions = trace.canvas.shape[1:]
     width = num_positions if every_draw else trace.width
-    is_read_BSL = trace.tokens >= 0 if every_draw else trace.is_written
     first = start(
         trace.canvas[:, 0],
         trace.length,
@@ -197,64 +160,21 @@ def replayed(
         mask_id=trace.mask_id,
         frozen_BL=trace.is_frozen,
     )
-    # `State.committed_BL` before each step.
-    step_1S1 = jnp.arange(num_steps, dtype=jnp.int32)[None, :, None]
-    last_BSL = jax.lax.cummax(jnp.where(trace.is_written, step_1S1, -1), axis=1)
-    order_BSL = jnp.pad(last_BSL[:, :-1], ((0, 0), (1, 0), (0, 0)), constant_values=-1)
-    order_BSL = jnp.where(trace.canvas == trace.mask_id, -1, order_BSL)
 
-    def of_step(params: Params, one: _Step) -> jax.Array:
-        return jax.lax.cond(
-            jnp.any(one.is_read_BL),
-            lambda: _of_step(program, params, first, one, width),
-            lambda: jnp.zeros(one.is_read_BL.shape, jnp.float32),
-        )
-
-    of_step = jax.checkpoint(of_step, prevent_cse=False)
-    step_BS = jnp.broadcast_to(step_1S1[:, :, 0], trace.canvas.shape[:2])
-    by_step = _Step(trace.canvas, trace.tokens, is_read_BSL, trace.level, order_BSL, step_BS)
-    steps = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), 1, 0), by_step)
-    _, logprob_SBL = jax.lax.scan(lambda _, one: (None, of_step(params, one)), None, steps)
-    return jnp.moveaxis(logprob_SBL, 0, 1)
-
-
-def _of_step(program: Program, params: Params, first: State, one: _Step, width: int) -> jax.Array:
-    """The log-probabilities ``[B, L]`` of the tokens of one step at the requested positions, at
-    most `width` per row.
-    """
-    status_B = jnp.where(jnp.any(one.is_read_BL, axis=1), Status.RUNNING, Status.DONE)
-    state = first._replace(
-        canvas=first.canvas._replace(tokens_BL=one.canvas_BL),
-        committed_BL=one.order_BL,
-        step_B=one.step_B,
-        status_B=status_B.astype(jnp.int32),
-    )
-    num_positions = one.is_read_BL.shape[1]
-
-    def read(params: Params, rows: tuple[State, TrunkOutput, _Step, Context]) -> jax.Array:
-        state, output, one, context = rows
-        chain, is_read_BL, rule = step_chain(state), one.is_read_BL, state.rules.fill
-        fill = FillInput(
-            network=program.network,
-            params=params,
-            output=output,
-            chunk=min(program.chunk, output.num_vectors),
-            tokens_BL=one.canvas_BL,
-            length_B=state.canvas.length_B,
-            is_open_BL=one.tokens_BL >= 0,
-            is_seen_BL=one.tokens_BL < 0,
-            chain=chain,
-            prepared=chain.prepare(state.chain_state, context),
-            key_B=step_keys(state)[0],
-        )
+    def read(params: Params, rows: tuple[Any, ...]) -> jax.Array:
+        """The log-probabilities ``[B, L]`` of one step, at most `width` per row."""
+        state, output, context, tokens_BL, level_BL, is_read_BL = rows
+        rule = state.rules.fill
+        is_open_BL = tokens_BL >= 0
+        fill = fill_input(program, params, state, output, context, is_open_BL, ~is_open_BL)
         # In each row, the requested positions come first, in order.
         index_BM = jnp.argsort(~is_read_BL, axis=1, stable=True)[:, :width]
         places_BM = index_BM + num_positions * jnp.arange(is_read_BL.shape[0])[:, None]
         places_P = places_BM.reshape(-1).astype(jnp.int32)
-        logits = rule.logits(fill, one.tokens_BL, one.level_BL)
+        logits = rule.logits(fill, tokens_BL, level_BL)
 
         def of_chunk(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
-            ids_N = jnp.maximum(at_places(one.tokens_BL, places_N), 0)
+            ids_N = jnp.maximum(at_places(tokens_BL, places_N), 0)
             at, logits_NV = fill.at(places_N, is_real_N), logits(places_N, is_real_N)
             logprob_N = fill.draw_logprob(logits_NV, ids_N, at)
             return jnp.where(is_real_N, logprob_N, 0.0)
@@ -265,31 +185,52 @@ def _of_step(program: Program, params: Params, first: State, one: _Step, width: 
         logprob_BM = jnp.reshape(logprob_P, places_BM.shape)
         return jnp.where(is_read_BL, jnp.take_along_axis(logprob_BM, rank_BL, axis=1), 0.0)
 
-    with devices.exact():
-        output = forward(program, params, state, one.is_read_BL)[0]
-        rows = state, output, one, visible_context(state, mask_id=program.mask_id)
-        return program.by_rows(read)(params, rows)
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def of_step(params: Params, step: tuple[jax.Array, ...]) -> jax.Array:
+        step_B, canvas_BL, order_BL, *drawn = step
+        is_read_BL = drawn[-1]
+        status_B = jnp.where(jnp.any(is_read_BL, axis=1), Status.RUNNING, Status.DONE)
+        state = first._replace(
+            canvas=first.canvas._replace(tokens_BL=canvas_BL),
+            committed_BL=order_BL,
+            step_B=step_B,
+            status_B=status_B.astype(jnp.int32),
+        )
+
+        def score() -> jax.Array:
+            with devices.exact():
+                output = forward(program, params, state, is_read_BL)[0]
+                context = visible_context(state, mask_id=program.mask_id)
+                return program.by_rows(read)(params, (state, output, context, *drawn))
+
+        zeros_BL = jnp.zeros(is_read_BL.shape, jnp.float32)
+        return jax.lax.cond(jnp.any(is_read_BL), score, lambda: zeros_BL)
+
+    # `State.committed_BL` before each step.
+    step_1S1 = jnp.arange(num_steps, dtype=jnp.int32)[None, :, None]
+    last_BSL = jax.lax.cummax(jnp.where(trace.is_written, step_1S1, -1), axis=1)
+    order_BSL = jnp.pad(last_BSL[:, :-1], ((0, 0), (1, 0), (0, 0)), constant_values=-1)
+    order_BSL = jnp.where(trace.canvas == trace.mask_id, -1, order_BSL)
+    step_BS = jnp.broadcast_to(step_1S1[:, :, 0], trace.canvas.shape[:2])
+    is_read_BSL = trace.tokens >= 0 if every_draw else trace.is_written
+    by_step = step_BS, trace.canvas, order_BSL, trace.tokens, trace.level, is_read_BSL
+    steps = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), 1, 0), by_step)
+    _, logprob_SBL = jax.lax.scan(lambda _, one: (None, of_step(params, one)), None, steps)
+    return jnp.moveaxis(logprob_SBL, 0, 1)
 
 
 def _in_chunks(of_chunk: Any, places_P: jax.Array, is_real_P: jax.Array, chunk: int) -> jax.Array:
-    """Evaluates ``of_chunk(places_N, is_real_N) -> [N]`` at all places. Chunks without a real place
-    are skipped.
-
-    The number of iterations is static, because reverse-mode differentiation requires it.
+    """Evaluates ``of_chunk(places_N, is_real_N) -> [N]`` at all places, chunk by chunk, without the
+    chunks that have no real place. Their number is static, as derivatives require.
     """
-    size = places_P.size
-    padding = (0, -size % chunk)
-    places_KN, is_real_KN = (jnp.pad(x, padding).reshape(-1, chunk) for x in (places_P, is_real_P))
+    padding = (0, -places_P.size % chunk)
+    chunks = [jnp.pad(x, padding).reshape(-1, chunk) for x in (places_P, is_real_P)]
 
+    @functools.partial(jax.checkpoint, prevent_cse=False)
     def one(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
-        return jax.lax.cond(
-            jnp.any(is_real_N),
-            of_chunk,
-            lambda places_N, is_real_N: jnp.zeros(places_N.shape, jnp.float32),
-            places_N,
-            is_real_N,
-        )
+        none_N = jnp.zeros(places_N.shape, jnp.float32)
+        any_real = jnp.any(is_real_N)
+        return jax.lax.cond(any_real, lambda: of_chunk(places_N, is_real_N), lambda: none_N)
 
-    one = jax.checkpoint(one, prevent_cse=False)
-    _, logprob_KN = jax.lax.scan(lambda _, x: (None, one(*x)), None, (places_KN, is_real_KN))
-    return logprob_KN.reshape(-1)[:size]
+    _, logprob_KN = jax.lax.scan(lambda _, x: (None, one(*x)), None, tuple(chunks))
+    return logprob_KN.reshape(-1)[: places_P.size]

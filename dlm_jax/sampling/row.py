@@ -11,17 +11,12 @@ import jax.numpy as jnp
 from dlm_jax.settings import Rule, Setting, fact, per_row, require, rule
 
 STEPS = Setting(
-    "steps",
-    128,
-    "number of denoising steps per sample",
-    low=1,
-    aliases=("num_steps", "diffusion_steps"),
+    "steps", 128, "denoising steps per sample", 1, aliases=("num_steps", "diffusion_steps")
 )
 TIES = Setting(
     "ties",
     "key",
-    "order of positions that tie within float rounding: random, from the seed (key), or lower "
-    "positions first (lower), as in published loops",
+    "positions that tie within float rounding: in random order (key), or lower ones first (lower)",
     choices={"key": "key", "lower": "lower"},
     is_preset=True,
 )
@@ -37,19 +32,13 @@ class RowParams(Rule):
 
     steps_B: jax.Array = per_row(STEPS)
     block_length_B: jax.Array = per_row(
-        Setting(
-            "block_length",
-            0,
-            "number of tokens per block; blocks are finished in order; 0 uses a single block",
-            low=0,
-        )
+        Setting("block_length", 0, "tokens per block; blocks are finished in order; 0: one", 0)
     )
     guidance_B: jax.Array = per_row(
         Setting(
             "guidance",
             0.0,
-            "classifier-free guidance towards the given tokens, >= 0; above 0, it "
-            "costs a forward pass",
+            "classifier-free guidance towards the given tokens; above 0, it costs a forward pass",
             low=0.0,
             high=1e6,
             aliases=("cfg_scale",),
@@ -59,9 +48,8 @@ class RowParams(Rule):
         Setting(
             "stop_at_eos",
             False,
-            "for rows with edits: end a row when a finished block contains EOS. Rows without "
-            "edits always end at an EOS that precedes all holes and follows all given tokens. A "
-            "recommended ignore_eos no longer holds beside it",
+            "rows with edits: end at EOS in a finished block, as rows without edits do; resets a "
+            "recommended ignore_eos",
             resets=("ignore_eos",),
         )
     )
@@ -69,13 +57,7 @@ class RowParams(Rule):
         Setting("resample", False, "treat every token that is not given as a hole at every step")
     )
     max_new_B: jax.Array = per_row(
-        Setting(
-            "max_new_tokens",
-            0,
-            "length_target_mode: number of generated tokens; 0 uses the initial number",
-            low=0,
-            high=2**20 - 1,
-        )
+        Setting("max_new_tokens", 0, "length_target_mode: 0: the initial number", 0, 2**20 - 1)
     )
     ties_B: jax.Array = per_row(TIES)
     block_unit: int = fact("block_length", 0)
@@ -99,16 +81,13 @@ class Counters(NamedTuple):
 
     # A forward pass over a block counts like a forward pass over a whole row.
     forwards: Annotated[Any, "Forward passes of the model."] = 0
-    # Positions are counted only with a cache; other forward passes compute the whole row.
     positions: Annotated[Any, "Live positions computed by forward passes with a cache."] = 0
     waves: Annotated[Any, "Waves of wavefront fills."] = 0
     bootstrapped: Annotated[Any, "Positions drawn by the LM head in wavefront fills."] = 0
     filled: Annotated[Any, "Candidates drawn."] = 0
     insertions: Annotated[Any, "Tokens inserted by edits."] = 0
     deletions: Annotated[Any, "Tokens deleted by edits."] = 0
-    lost: Annotated[
-        Any, "Insertions rejected for lack of space, and tokens dropped by insertions."
-    ] = 0
+    lost: Annotated[Any, "Insertions rejected, or tokens dropped, for lack of space."] = 0
 
     @classmethod
     def helps(cls) -> dict[str, str]:
@@ -134,8 +113,7 @@ def ratio_at(
     cosine schedule is ``end + (start - end) (1 + cos(pi t)) / 2``. With a single step, the ratio is
     `start_B`.
     """
-    share_B = step_B.astype(jnp.float32) / jnp.maximum(steps_B - 1, 1)
-    share_B = jnp.minimum(share_B, 1.0)
+    share_B = jnp.minimum(step_B.astype(jnp.float32) / jnp.maximum(steps_B - 1, 1), 1.0)
     if schedule == "linear":
         ratio_B = start_B + (end_B - start_B) * share_B
     else:

@@ -20,60 +20,42 @@ from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.edits.moves import PositionMap, moved
 from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.noise import NoiseRule
-from dlm_jax.sampling.positions import at_places, belongs_to_positions, place_of_largest
+from dlm_jax.sampling.positions import belongs_to_positions, place_of_largest
+from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
-from dlm_jax.types import Canvas, Status, first_eos, live_positions
+from dlm_jax.types import Canvas, Status, first_eos, live_positions, returned
 
 EDITED = -2
 """Value used instead of a step number for tokens written by an edit or re-noise."""
 
 
 class State(NamedTuple):
-    """The state of the rows in the denoising loop.
-
-    Attributes:
-      canvas: tokens, lengths and frozen positions.
-      logprob_BL: float32, log-probability of each committed token under the clean logits it was
-        drawn from, in nats; 0 at given tokens, at holes, and at tokens written by an edit or
-        re-noise. If the remask rule reads it, draft tokens have the log-probability from the last
-        forward pass.
-      committed_BL: int32, the step that committed each token, counted from 0; -1 at given tokens,
-        holes and draft tokens; `EDITED` at tokens written by an edit or re-noise.
-      row: per-row parameters of the loop.
-      rules: the rules of the step, with per-row parameters.
-      chain_state: state of the logit transforms.
-      block: the current block of each row.
-      edits: state of the edits; None without an edit rule.
-      cache: the KV cache; None without one.
-      counters: counters of each row.
-      step_B: int32, number of steps taken.
-      status_B: int32, a `Status`.
-      rule_state: state of the commit or noise rule.
-      remask_state: state of the remask rule.
-      records: the arrays of a `dlm_jax.Trace` with an axis of steps; None in a loop without traces.
-      signal_BLD: self-conditioning signal at the positions whose logits the previous step read, if
-        that step was in the same block; values at other positions are outdated. None for a network
-        without a signal.
-    """
+    """The state of the rows in the denoising loop."""
 
     canvas: Canvas
+    # float32 log-probability in nats of each committed token under the clean logits it was drawn
+    # from; 0 elsewhere. If the remask rule reads it, also that of draft tokens in the last forward.
     logprob_BL: jax.Array
+    # int32, the step that committed each token, counted from 0; -1 at given tokens, holes and draft
+    # tokens; `EDITED` at tokens written by an edit or re-noise.
     committed_BL: jax.Array
     row: RowParams
     rules: Rules
-    chain_state: Any
+    chain_state: Any  # of the logit transforms
     block: CurrentBlock
-    edits: EditState | None
-    cache: CacheState | None
+    edits: EditState | None  # None without an edit rule
+    cache: CacheState | None  # None without a KV cache
     counters: Counters
-    step_B: jax.Array
-    status_B: jax.Array
-    rule_state: Any = ()
+    step_B: jax.Array  # int32, number of steps taken
+    status_B: jax.Array  # int32, a `Status`
+    rule_state: Any = ()  # of the commit or noise rule
     remask_state: Any = ()
-    records: dict[str, jax.Array] | None = None
+    records: dict[str, jax.Array] | None = None  # the arrays of `dlm_jax.Trace` by step, if traced
+    # Self-conditioning signal at the positions whose logits the previous step of the same block
+    # read, outdated elsewhere; None for a network without a signal.
     signal_BLD: jax.Array | None = None
 
     @property
@@ -110,16 +92,13 @@ def start(
     length of 0 marks an idle slot. At most `num_traced` steps per row are recorded.
     """
     num_rows = tokens_BL.shape[0]
-    zeros_B = jnp.zeros(num_rows, jnp.int32)
-    is_free_BL = live_positions(length_B, tokens_BL.shape[1])
-    if frozen_BL is None:
-        is_free_BL &= tokens_BL == mask_id
-    else:
-        is_free_BL &= (tokens_BL == mask_id) | ~frozen_BL
+    zeros_B, is_mask_BL = jnp.zeros(num_rows, jnp.int32), tokens_BL == mask_id
+    is_free_BL = is_mask_BL if frozen_BL is None else is_mask_BL | ~frozen_BL
+    is_free_BL &= live_positions(length_B, tokens_BL.shape[1])
     canvas = Canvas(tokens_BL, length_B, ~is_free_BL)
-    is_hole_BL = ~canvas.frozen_BL & (tokens_BL == mask_id)
-    is_work_BL = ~canvas.frozen_BL & (is_hole_BL | refines(rules, row)[:, None])
-    first_B = place_of_largest(~canvas.frozen_BL)
+    is_hole_BL = is_free_BL & is_mask_BL
+    is_work_BL = is_free_BL & (is_hole_BL | refines(rules, row)[:, None])
+    first_B = place_of_largest(is_free_BL)
     if row.block_unit:
         first_B = first_B // row.block_unit * row.block_unit
     block, is_any_B = first_block(is_work_BL, is_hole_BL, first_B, row.block_length_B, row.steps_B)
@@ -148,17 +127,17 @@ def start(
 def start_records(tokens_BL: jax.Array, num_steps: int) -> dict[str, jax.Array]:
     """Empty records for `num_steps` steps, by the names of the fields of `dlm_jax.Trace`."""
     num_rows, num_positions = tokens_BL.shape
-    shape = num_rows, num_steps, num_positions
-    none, zeros = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
+    zeros = jnp.zeros((num_rows, num_steps, num_positions), jnp.float32)
+    none = jnp.full(zeros.shape, -1, jnp.int32)
     return {
-        "canvas": jnp.broadcast_to(tokens_BL[:, None], shape),
+        "canvas": jnp.broadcast_to(tokens_BL[:, None], zeros.shape),
         "tokens": none,
         "is_written": zeros > 0,
         "logprobs": zeros,
+        "choice_logprobs": zeros[:, :, 0],
         "entropy": zeros,
         "confidence": zeros,
         "level": none + 1,
-        "choice_logprobs": zeros[:, :, 0],
     }
 
 
@@ -191,18 +170,17 @@ def visible_context(state: State, *, mask_id: int) -> Context:
 
 
 def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Each row's keys for drawing tokens, for the commit rule and for the remask rule.
-
-    The keys are derived from the row's seed and step. A different salt gives different keys.
+    """Each row's keys for drawing tokens, for the commit rule and for the remask rule, derived from
+    the row's seed and step, and from a salt.
     """
 
-    def one_row(seed: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def one_row(seed: jax.Array, step: jax.Array) -> tuple[jax.Array, ...]:
         key = jax.random.fold_in(key_of(seed), step)
         key = key if salt is None else jax.random.fold_in(key, salt)
-        draw_key, rule_key, remask_key = jax.random.split(key, 3)
-        return draw_key, rule_key, remask_key
+        return tuple(jax.random.split(key, 3))
 
-    return jax.vmap(one_row)(state.row.seed_B, state.step_B)
+    draw_key_B, rule_key_B, remask_key_B = jax.vmap(one_row)(state.row.seed_B, state.step_B)
+    return draw_key_B, rule_key_B, remask_key_B
 
 
 def step_chain(state: State) -> Chain:
@@ -234,28 +212,21 @@ def overwrite(state: State, is_at_BL: jax.Array, new_BL: jax.Array | int, *, mas
 
 
 def end_step(
+    program: Program,
     state: State,
-    *,
     steps_B: jax.Array,
+    *,
     is_finite_B: jax.Array,
     stays_B: jax.Array,
     changes_B: jax.Array,
-    mask_id: int,
-    eos_ids: tuple[int, ...],
 ) -> State:
-    """Finishes a step: counts it, advances blocks, and ends rows.
+    """Finishes a step of the rows where `steps_B`: counts it, advances blocks, and ends rows.
 
-    Args:
-      state: the state after the writes of the step.
-      steps_B: True for rows that take the step.
-      is_finite_B: False for rows whose logits were not finite.
-      stays_B: True where a block without holes remains current, except after its last step.
-      changes_B: True for rows whose tokens become final only when their block ends.
-      mask_id: the id of MASK.
-      eos_ids: ids that end a generation.
+    A row whose logits are not finite ends. Where `stays_B`, a block without holes remains current
+    until its last step. Where `changes_B`, tokens become final only when their block ends.
     """
     canvas, block = state.canvas, state.block
-    is_hole_BL = (canvas.tokens_BL == mask_id) & ~canvas.frozen_BL
+    is_hole_BL = (canvas.tokens_BL == program.mask_id) & ~canvas.frozen_BL
     left_B = jnp.sum(is_hole_BL & block.holds(is_hole_BL.shape[1]), axis=1)
     is_over_B = steps_B & is_finite_B & (left_B == 0) & ~(stays_B & ~block.is_last_step_B)
 
@@ -275,7 +246,7 @@ def end_step(
     final_B = jnp.where(changes_B, behind_B, first_hole_B)
     is_whole_B = steps_B & is_finite_B & state.row.stops_at_eos_B
     is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, is_hole_BL.shape[1])
-    is_whole_B &= first_eos(canvas.tokens_BL, is_given_BL, eos_ids) < final_B
+    is_whole_B &= first_eos(canvas.tokens_BL, is_given_BL, program.eos_ids) < final_B
 
     is_done_B = (is_over_B & ~has_more_B) | is_whole_B
     step_B = state.step_B + steps_B
@@ -290,20 +261,6 @@ def end_step(
     status_B = jnp.where(state.is_running_B, status_B, state.status_B)
     block = choose(is_over_B & ~is_done_B, following, choose(steps_B, again, block))
     return state._replace(step_B=step_B, block=block, status_B=status_B)
-
-
-# The states of rules.
-
-
-def gather_state(state: Any, places_N: jax.Array, num_positions: int) -> Any:
-    """A rule's state of N positions or of their rows, ``[N, ...]``, at ``row * L + index``."""
-
-    def gather(leaf: jax.Array) -> jax.Array:
-        if belongs_to_positions(leaf, num_positions):
-            return at_places(leaf, places_N)
-        return leaf[places_N // num_positions]
-
-    return jax.tree.map(gather, state)
 
 
 def move_state(rule: Any, state: Any, position_map: PositionMap) -> Any:
@@ -330,28 +287,22 @@ def reset_state(rule: Any, state: Any, is_at_BL: jax.Array) -> Any:
 def _map_positions(
     rule: Any, state: Any, change: Callable[..., jax.Array], shape: tuple[int, ...]
 ) -> Any:
-    if not jax.tree.leaves(state):
-        return state
-    return jax.tree.map(
-        lambda old, fresh: change(old, fresh) if belongs_to_positions(old, shape[1]) else old,
-        state,
-        rule.init(*shape),
-    )
+    def one(old: jax.Array, fresh: jax.Array) -> jax.Array:
+        return change(old, fresh) if belongs_to_positions(old, shape[1]) else old
+
+    return jax.tree.map(one, state, rule.init(*shape)) if jax.tree.leaves(state) else state
 
 
-def check_result(result: Any, rule: Any, method: str, before: Any) -> tuple[Any, Any]:
-    """The pair of a value and a state that a method of a rule returned; a `ValueError` if there is
-    no pair, or its state is unlike the state `before`.
+def check_choice(result: Any, rule: Any, shape: tuple[int, ...], before: Any) -> tuple[Any, Any]:
+    """The choice ``[B, L]`` and the state that `select` of a rule returned; a `ValueError` that
+    names the rule if they have another form.
     """
-    by = f"{type(rule).__name__}.{method} returned"
+    by = f"{type(rule).__name__}.select returned"
     if not (isinstance(result, tuple) and len(result) == 2):
         raise ValueError(
             f"{by} a {type(result).__name__}; return a pair of the result and the state"
         )
-    kinds, expected = (
-        (jax.tree.structure(state), [str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(state)])
-        for state in (result[1], before)
-    )
-    if kinds != expected:
-        raise ValueError(f"{by} a state {kinds}; return the arrays of init, {expected}")
-    return result
+    after, expected = jax.tree.structure(result[1]), jax.tree.structure(before)
+    if after != expected:
+        raise ValueError(f"{by} a state {after}; return the arrays of init, {expected}")
+    return returned(result[0], rule, "select", "B, L", shape, bool), result[1]

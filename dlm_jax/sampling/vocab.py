@@ -37,8 +37,8 @@ def sorts_whole_rows() -> bool:
 
 @functools.cache
 def width_of(vocab_size: int) -> int:
-    """Number of columns C in the accumulators for a vocabulary of size V: if possible, a divisor of
-    V (1733 for 50257), because a narrower last block requires another copy of every pass.
+    """Number of columns C of the accumulators: if possible, a divisor of the size of the vocabulary
+    (1733 for 50257), because a narrower last block requires another copy of every pass.
     """
     if vocab_size <= _USUAL_WIDTH:
         return vocab_size
@@ -52,18 +52,15 @@ def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
     C` in ascending order of j. `fn` must be elementwise, because the last block can be narrower and
     then updates only the leading columns.
     """
-    N, V = logits_NV.shape
-    C = width_of(V)
-    num_full = V // C
-    ids_1C = jnp.arange(C, dtype=jnp.int32)[None]
+    (N, V), C = logits_NV.shape, width_of(logits_NV.shape[1])
+    num_full, ids_1C = V // C, jnp.arange(C, dtype=jnp.int32)[None]
 
     def body(j, acc):
         block_NC = jax.lax.dynamic_slice(logits_NV, (0, j * C), (N, C))
         return fn(acc, block_NC, ids_1C + j * C)
 
     acc = body(0, init) if num_full == 1 else jax.lax.fori_loop(0, num_full, body, init)
-    rest = V - num_full * C
-    if rest:
+    if rest := V - num_full * C:
         head = jax.tree.map(lambda a: a[:, :rest], acc)
         head = fn(head, logits_NV[:, num_full * C :], ids_1C[:, :rest] + num_full * C)
         acc = jax.tree.map(
@@ -93,8 +90,7 @@ def sums(logits_NV: Array, *terms: Callable[[Any, Array], Array]) -> tuple[Array
 
 def members(logits_NV: Array, column_N: Array) -> tuple[Array, Array]:
     """Logits and ids of one column per position, `[N, M]` each; `-inf` where the id is >= V."""
-    V = logits_NV.shape[1]
-    C = width_of(V)
+    V, C = logits_NV.shape[1], width_of(logits_NV.shape[1])
     ids_NM = column_N[:, None] + C * jnp.arange(-(-V // C), dtype=jnp.int32)[None]
     member_NM = _at_ids(logits_NV, jnp.minimum(ids_NM, V - 1))
     return jnp.where(ids_NM < V, member_NM, -jnp.inf), ids_NM
@@ -107,11 +103,8 @@ def _at_ids(logits_NV: Array, ids_NK: Array) -> Array:
 
 def column_max(logits_NV: Array) -> Array:
     """Largest logit of each column, `[N, C]`."""
-
-    def fn(acc_NC, block_NC, ids_1C):
-        return jnp.maximum(acc_NC, block_NC)
-
-    return accumulate(fn, columns(logits_NV, -jnp.inf), logits_NV)
+    start_NC = columns(logits_NV, -jnp.inf)
+    return accumulate(lambda acc, block, ids: jnp.maximum(acc, block), start_NC, logits_NV)
 
 
 def maximum(logits_NV: Array) -> Array:
@@ -122,7 +115,7 @@ def maximum(logits_NV: Array) -> Array:
 def minimum(logits_NV: Array) -> Array:
     """Smallest finite logit `[N]`; +inf if there is none."""
 
-    def fn(acc_NC, block_NC, ids_1C):
+    def fn(acc_NC: Array, block_NC: Array, ids_1C: Array) -> Array:
         return jnp.minimum(acc_NC, jnp.where(block_NC > -jnp.inf, block_NC, jnp.inf))
 
     return accumulate(fn, columns(logits_NV, jnp.inf), logits_NV).min(-1)
@@ -216,14 +209,11 @@ def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tupl
 
 
 def _top_k(x: Array, size: int) -> tuple[Array, Array]:
-    """`lax.top_k` between barriers. Without them, XLA fuses the operation with its neighbours, and
-    its CPU backend sorts instead.
-    """
-    x = jax.lax.optimization_barrier(x)
+    """`lax.top_k` between barriers, without which XLA's CPU backend fuses it and sorts instead."""
     # Each output has its own barrier, because XLA folds a joint barrier into the tuple of top-k,
     # and a later pass of the partitioner then aborts.
-    values, ids = (jax.lax.optimization_barrier(y) for y in jax.lax.top_k(x, size))
-    return values, ids
+    top = jax.lax.top_k(jax.lax.optimization_barrier(x), size)
+    return jax.lax.optimization_barrier(top[0]), jax.lax.optimization_barrier(top[1])
 
 
 def flushed(x: Array) -> Array:
@@ -245,10 +235,8 @@ def divide(logits_NV: Array, divisor_N: Array) -> Array:
 
 
 def reciprocal(divisor_N: Array) -> Array:
-    """Reciprocal of the divisor of the logits.
-
-    XLA converts only some divisions by a per-row divisor to products. All quotients are therefore
-    computed as products, so that the largest logit gives the largest quotient.
+    """Reciprocal of the divisor of the logits. XLA converts only some divisions to products: as
+    products, all quotients have the order of their logits.
     """
     return jax.lax.optimization_barrier(1.0 / divisor_N)
 

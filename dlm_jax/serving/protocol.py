@@ -669,7 +669,7 @@ class Planner:
         for name, value in given.items():
             if name not in known:
                 names = (*type(asked).model_fields, *known)
-                advice = renamed(name, names, self._table.settings) or nearest(name, names)
+                advice = renamed(name, self._table.settings) or nearest(name, names)
                 raise refused(f"{name[:60]!r} is not a field of {asked.route}; {advice}", name[:60])
             if isinstance(value, list) and not known[name].is_list:
                 raise refused(f"{name} is a list; a request has one value", name)

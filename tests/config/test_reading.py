@@ -114,11 +114,6 @@ def test_float16_is_refused_with_the_reason():
         load(dtype="float16")
 
 
-def test_a_key_of_an_earlier_version_says_where_it_is():
-    with pytest.raises(ValueError, match="it is named sample.sampler_min_neighbors_ratio here"):
-        configs.from_dict({"heads": {"sampler_min_neighbors_ratio": 0.2}}, where="x")
-
-
 def test_a_missing_file_is_named():
     with pytest.raises(ValueError, match=r"nowhere\.toml does not exist"):
         configs.load("nowhere.toml")

@@ -8,7 +8,6 @@ import pytest
 import toy_model
 
 import dlm_jax
-from dlm_jax import moved
 from dlm_jax.cli import sample
 from dlm_jax.contrib import decoders, edits
 from dlm_jax.sampling.rules import BUILT_IN, SLOTS, with_rules
@@ -17,19 +16,14 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 ASKED = {"gen_length": 8, "steps": 8, "seed": 3}
 
 
-@pytest.mark.parametrize("home", sorted(set(moved._HOMES.values())))
-def test_each_name_of_a_module_is_known_to_the_errors(home):
-    module = importlib.import_module(f"dlm_jax.contrib.{home}")
-    table = with_rules(module)
+def _names(home):
+    """The settings of a module's rules, and the values that select them."""
+    table = with_rules(importlib.import_module(f"dlm_jax.contrib.{home}"))
     names = set(table.settings) - set(BUILT_IN.settings)
     for slot, (_, selector, _) in SLOTS.items():
         new = set(getattr(table, slot)) - set(getattr(BUILT_IN, slot))
         names |= {f"{selector}={name}" for name in new}
-    assert names == {name for name, own in moved._HOMES.items() if own == home}
-
-
-def test_every_rule_of_contrib_is_in_a_module_that_the_errors_name():
-    assert set(moved._HOMES.values()) == {"decoders", "edits", "speculative", "constrained_waves"}
+    return names
 
 
 def test_a_module_of_rules_an_object_and_a_list_are_the_same():
@@ -42,23 +36,6 @@ def test_a_module_of_rules_an_object_and_a_list_are_the_same():
     named = {"order": "local_leap", "leap_threshold": 0.3, "leap_radius": 2}
     whole = text(rules=decoders, **named)
     assert whole == text(rules=[edits, decoders.LocalLeap], **named) == text(commit=rule)
-
-
-def test_a_name_that_is_not_loaded_says_what_to_load():
-    said = "dlm_jax.contrib.decoders: pass --rules dlm_jax.contrib.decoders, or in Python rules="
-    for settings in ({"order": "klass"}, {"klass_steps": 2}, {"remask": "wino"}):
-        with pytest.raises(ValueError, match=f"^{next(iter(settings))}=.*{said}"):
-            dlm_jax.generate(toy_model.MODEL, ["A "], **settings)
-
-
-@pytest.mark.parametrize("flags", [["--order", "klass"], ["--klass-steps", "2"]])
-def test_a_flag_that_is_not_loaded_says_what_to_load(flags, capsys, monkeypatch):
-    monkeypatch.setattr(sample, "start_jax", lambda *args: None)
-    with pytest.raises(SystemExit) as ended:
-        sample.main(["--prompt", "A", *flags])
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and err.count("\n") == 1
-    assert "it is in dlm_jax.contrib.decoders: pass --rules dlm_jax.contrib.decoders" in err
 
 
 def test_the_program_loads_several_modules(capsys, monkeypatch):
@@ -77,8 +54,9 @@ def test_the_harness_loads_a_module_by_its_name():
     assert made._settings["rules"] is decoders
 
 
-def test_the_pages_name_every_rule_and_setting():
+@pytest.mark.parametrize("home", ["decoders", "edits", "speculative", "constrained_waves"])
+def test_the_pages_name_every_rule_and_setting(home):
     pages = (DOCS / "contrib.md").read_text(encoding="utf-8")
-    for name in moved._HOMES:
+    for name in _names(home):
         setting, _, value = name.partition("=")
         assert (f'{setting}="{value}"' if value else f"`{setting}`") in pages, name

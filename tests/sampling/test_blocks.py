@@ -53,16 +53,17 @@ def test_blocks_and_their_steps_are_those_of_the_oracle():
 
 
 @pytest.mark.parametrize(
-    ("order", "confidence"),
-    [("low_confidence", "sampled"), ("low_confidence", "max")],
+    ("schedule", "confidence"), [("linear", "sampled"), ("linear", "max"), ("cosine", "sampled")]
 )
-def test_greedy_decoding_in_blocks_equals_the_oracle(order, confidence):
+def test_greedy_decoding_in_blocks_equals_the_oracle(schedule, confidence):
     rng = np.random.default_rng(4)
     rows = [
         dataclasses.replace(row, temperature=0.0, block_length=int(rng.integers(1, 9)), steps=24)
         for row in canvases.mixed_rows(4)
     ]
-    settings = [SamplingParams(order=order, confidence=confidence)] * ROWS
+    settings = [
+        SamplingParams(order="low_confidence", schedule=schedule, confidence=confidence)
+    ] * ROWS
     rule = BUILT_IN.pack(settings, rule_cases.FACTS).commit
     compared = 0
     for row, result in zip(rows, canvases.run(rows, rule), strict=True):
@@ -74,7 +75,7 @@ def test_greedy_decoding_in_blocks_equals_the_oracle(order, confidence):
 
         trace = oracle.denoise(
             logits, row.tokens, steps=row.steps, mask_id=toy.MASK, banned=set(toy.BANNED),
-            block_length=row.block_length, order=order, confidence=confidence,
+            block_length=row.block_length, schedule=schedule, confidence=confidence,
         )  # fmt: skip
         if min(trace.score_gap, trace.token_gap) < 1e-5:
             continue

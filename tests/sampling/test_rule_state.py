@@ -8,6 +8,7 @@ import numpy as np
 
 import dlm_jax
 from dlm_jax.sampling import state as rule_states
+from dlm_jax.sampling.positions import gather_state
 
 ROWS, LENGTH = 2, 5
 
@@ -27,7 +28,7 @@ def test_a_leaf_of_the_rows_is_not_one_of_the_positions():
     assert np.flatnonzero(np.asarray(by_position != state[0]).any(2)).tolist() == [7]
     assert (np.asarray(by_position[1, 2]) == 0).all() and by_row is state[1]
     places_N = jnp.array([7, 0])
-    at_position, at_row = rule_states.gather_state(state, places_N, LENGTH)
+    at_position, at_row = gather_state(state, places_N, LENGTH)
     np.testing.assert_array_equal(at_position, state[0].reshape(10, 2)[places_N])
     np.testing.assert_array_equal(at_row, state[1][jnp.array([1, 0])])
 

@@ -11,7 +11,6 @@ import pytest
 import rule_cases
 import toy
 from canvases import FOREVER, ROWS
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax.sampling.state import EDITED
 from dlm_jax.types import Status
@@ -178,18 +177,13 @@ def test_eight_devices_and_another_canvas_have_the_same_randomness(name):
     # Rows without a given token: on an empty canvas positions differ by rounding alone.
     slots[::2] = [(_emptied(row), sample) for row, sample in slots[::2]]
     here = _run(name, slots)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    by_rows = NamedSharding(mesh, PartitionSpec("data"))
-    params = jax.device_put(_params(name), NamedSharding(mesh, PartitionSpec()))
-    advance = canvases.make_advance(_program(name, rows=by_rows))
-    state = jax.device_put(rule_cases.make_state(name, slots), by_rows)
-    forever = jax.device_put(np.int32(FOREVER), NamedSharding(mesh, PartitionSpec()))
-    _same_up_to_rounding(canvases.results(advance(params, state, forever, forever)), here)
-    state = rule_cases.make_state(name, slots[:3], positions=OTHER_CANVAS)
-    _same_up_to_rounding(
-        canvases.results(_advance(name)(_params(name), state, FOREVER)),
-        here[:3],
+    state = canvases.run_on_eight_devices(
+        rule_cases.make_state(name, slots), _params(name), functools.partial(_program, name)
     )
+    canvases.assert_same_up_to_rounding(canvases.results(state), here)
+    state = rule_cases.make_state(name, slots[:3], positions=OTHER_CANVAS)
+    state = _advance(name)(_params(name), state, FOREVER)
+    canvases.assert_same_up_to_rounding(canvases.results(state), here[:3])
 
 
 def _emptied(row):
@@ -202,11 +196,5 @@ def test_no_decision_on_an_empty_canvas_hangs_on_rounding(name):
     rng = np.random.default_rng(0)
     noises = [rng.standard_normal(NOISE).astype(np.float32) for _ in range(3)]
     found = [_run(name, slots, noise_LD) for noise_LD in noises]
-    _same_up_to_rounding(found[1], found[0])
-    _same_up_to_rounding(found[2], found[0])
-
-
-def _same_up_to_rounding(ours, theirs):
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-4, atol=1e-5)
-        assert dataclasses.replace(a, logprobs=b.logprobs) == b
+    canvases.assert_same_up_to_rounding(found[1], found[0])
+    canvases.assert_same_up_to_rounding(found[2], found[0])

@@ -20,7 +20,7 @@ from dlm_jax.sampling.positions import fold, place_of_largest, put
 from dlm_jax.sampling.propose.fill import FillInput, FillOutput, FillRule
 from dlm_jax.sampling.transforms.structure import STRUCTURE, automaton_of
 from dlm_jax.sampling.transforms.transform import At, has_feedback
-from dlm_jax.settings import UNSET, SettingError, per_row, require, rule
+from dlm_jax.settings import UNSET, SettingError, per_row, require, require_values, rule
 from dlm_jax.structured.automaton import Arcs, stack_arcs
 from dlm_jax.types import left_of, live_positions, right_of
 
@@ -57,9 +57,6 @@ class Constrained(FillRule):
     Independent draws that already match are kept, which does not change the distribution. An id
     removed by truncation is drawn only if no match exists without such an id. Holes that the step
     does not fill can become any token that fits. Rows without structure use `Parallel`.
-
-    Attributes:
-      arcs: the automata of the rows.
     """
 
     about = "jointly, as a match of the row's structure; in parallel in rows without a structure"
@@ -72,9 +69,8 @@ class Constrained(FillRule):
     def check(cls, row: Any) -> None:
         commit, remedy = row.table.commit[row.order], "for example, use order='threshold'"
         why = f"changes tokens of a match that fill={cls.name!r} draws jointly"
-        require(not row.edits, "edit", True, why, "use edit=False")
-        require(not row.resample, "resample", True, why, "use resample=False")
-        require(not row.renoises, "renoise_start", UNSET, why, "leave re-noise off")
+        off = {"edit": [False], "resample": [False], "renoise_start": [0.0], "renoise_end": [0.0]}
+        require_values(row, off, why)
         require(commit.rewrites is None, "order", row.order, why, remedy)
         why = f"stores candidates, but fill={cls.name!r} redraws them"
         require("candidates" not in commit.needs, "order", row.order, why, remedy)
@@ -90,14 +86,10 @@ class Constrained(FillRule):
     def check_model(cls, row: Any, facts: Any) -> None:
         arcs = automaton_of(row).arcs
         classes, labels = arcs.is_member_CK.shape
-        require(
-            arcs.is_member_CK.size <= _MOST_MEMBERS and arcs.next_DS.size <= _MOST_ARCS,
-            "structure",
-            UNSET,
-            f"has {labels} sets of {classes} classes of ids, too many for fill={cls.name!r}",
-            "use fill='parallel', or a shorter structure",
-            "fill",
-        )
+        is_small = arcs.is_member_CK.size <= _MOST_MEMBERS and arcs.next_DS.size <= _MOST_ARCS
+        why = f"has {labels} sets of {classes} classes of ids, too many for fill={cls.name!r}"
+        remedy = "use fill='parallel', or a shorter structure"
+        require(is_small, "structure", UNSET, why, remedy, "fill")
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Constrained:
@@ -110,17 +102,12 @@ class Constrained(FillRule):
         arc_wait_BLD, class_wait_BLC = self._arrivals(fill, places)
         fits_B, arc_BL = self._walk(places, self._messages(places), arc_wait_BLD)
         is_new_BL, drawn = places.is_open_BL & ~fits_B[:, None], out.proposal
-        tokens_BL, logprob_BL, confidence_BL = (
-            jnp.where(is_new_BL, new_BL, old_BL)
-            for new_BL, old_BL in zip(
-                self._of_arcs(seen, arc_BL, class_wait_BLC),
-                (drawn.tokens_BL, drawn.logprob_BL, drawn.confidence_BL),
-                strict=True,
-            )
-        )
+        new_BL = self._of_arcs(seen, arc_BL, class_wait_BLC)
         return out._replace(
             proposal=drawn._replace(
-                tokens_BL=tokens_BL, logprob_BL=logprob_BL, confidence_BL=confidence_BL
+                tokens_BL=jnp.where(is_new_BL, new_BL[0], drawn.tokens_BL),
+                logprob_BL=jnp.where(is_new_BL, new_BL[1], drawn.logprob_BL),
+                confidence_BL=jnp.where(is_new_BL, new_BL[2], drawn.confidence_BL),
             )
         )
 
@@ -181,10 +168,8 @@ class Constrained(FillRule):
             is_cut_NJM = (ids_NJM >= 0) & ~(left_NJM > -jnp.inf) & is_small_N[:, None, None]
             all_NJM = jnp.where(is_cut_NJM, below_NJM, left_NJM)
             exact = _by_peaks(all_NJM, class_NM, key_N, is_greedy_N, weight_NC.shape[1])
-            exact_NC, place_NC = (
-                jnp.where(is_small_N[:, None], x_NC, y_NC)
-                for x_NC, y_NC in zip(exact, (weight_NC, block_NC), strict=True)
-            )
+            exact_NC = jnp.where(is_small_N[:, None], exact[0], weight_NC)
+            place_NC = jnp.where(is_small_N[:, None], exact[1], block_NC)
             return exact_NC, place_NC, member_of(all_NJM, place_NC)
 
         # The results of the conditional are kept small, because its operands are copied.
@@ -212,12 +197,12 @@ class Constrained(FillRule):
         is_label_B1K = jnp.any(self.arcs.is_member_CK, axis=1, keepdims=True)
         is_small_BL = jnp.any(is_label_B1K & (sum_BLK < math.exp(_LEAST)), axis=2) | takes_best_BL
 
-        def small() -> jax.Array:
-            def of_row(at_row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-                weight_LC, is_member_CK, takes_best_L = at_row
-                each_LCK = jnp.where(is_member_CK[None], weight_LC[:, :, None], -jnp.inf)
-                return _total(each_LCK, takes_best_L[:, None])
+        def of_row(at_row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            weight_LC, is_member_CK, takes_best_L = at_row
+            each_LCK = jnp.where(is_member_CK[None], weight_LC[:, :, None], -jnp.inf)
+            return _total(each_LCK, takes_best_L[:, None])
 
+        def small() -> jax.Array:
             exact_BLK = jax.lax.map(of_row, (weight_BLC, self.arcs.is_member_CK, takes_best_BL))
             return jnp.where(is_small_BL[:, :, None], exact_BLK, label_BLK)
 
@@ -225,13 +210,11 @@ class Constrained(FillRule):
 
     def _arrivals(self, fill: FillInput, places: Places) -> tuple[jax.Array, jax.Array]:
         """Arrival times (`_waits`) of arcs, ``[B, L, D]``, and classes, ``[B, L, C]``."""
-        num_rows, num_positions = places.is_open_BL.shape
-        place_P = jnp.arange(num_rows * num_positions)
+        place_P = jnp.arange(places.is_open_BL.size)
         key_P = fill.at(place_P, place_P >= 0).key_N
 
         def waits(salt: int, size: int) -> jax.Array:
-            wait_PX = _waits(salted(key_P, salt), size)
-            wait_BLX = wait_PX.reshape(num_rows, num_positions, size)
+            wait_BLX = _waits(salted(key_P, salt), size).reshape(*places.is_open_BL.shape, size)
             return jnp.where(places.takes_best_BL[:, :, None], 0.0, wait_BLX)
 
         degree, num_classes = self.arcs.next_DS.shape[1], self.arcs.is_member_CK.shape[1]
@@ -244,10 +227,8 @@ class Constrained(FillRule):
         has_BCL = _take(self.arcs.is_member_CK, arc_BL[:, None, :], axis=2)
         score_BLC = jnp.where(has_BCL.swapaxes(1, 2), seen.weight - wait_BLC, -jnp.inf)
         class_BL1 = place_of_largest(score_BLC)[:, :, None]
-        ids_BL, logprob_BL, confidence_BL = (
-            _take(x, class_BL1, axis=2)[:, :, 0] for x in (seen.ids, seen.logprob, seen.confidence)
-        )
-        return ids_BL, logprob_BL, confidence_BL
+        _, *drawn = (_take(x, class_BL1, axis=2)[:, :, 0] for x in seen)
+        return drawn[0], drawn[1], drawn[2]
 
     def _places(self, fill: FillInput, drawn_BL: jax.Array, seen: Seen) -> Places:
         """The `Places` of the canvas, with the candidates at the open positions."""
@@ -269,9 +250,8 @@ class Constrained(FillRule):
         rows_B = jnp.arange(num_rows)
         is_greedy_B1 = fill.chain.is_greedy(At(rows_B, rows_B, fill.key_B, rows_B >= 0))[:, None]
         label_BLK = self._labels(seen.weight, is_open_BL & is_greedy_B1)
-        label_BLK = jnp.where(
-            is_open_BL[:, :, None], label_BLK, jnp.where(stands_BLK, 0.0, -jnp.inf)
-        )
+        stands_BLK = jnp.where(stands_BLK, 0.0, -jnp.inf)
+        label_BLK = jnp.where(is_open_BL[:, :, None], label_BLK, stands_BLK)
         takes_best_BL = ~is_open_BL | is_greedy_B1
         return Places(is_open_BL, is_text_BL, is_wild_BL, takes_best_BL, class_BL, label_BLK)
 
@@ -337,9 +317,8 @@ class Constrained(FillRule):
         """The label of the arc drawn at a position of each row, and its target state, ``[B]``."""
         arc_BD, next_BD = self._leaving(state_B)
         weight_BD = _take(label_BK, arc_BD, axis=1) + _take(behind_BS, next_BD, axis=1)
-        chosen_B1 = place_of_largest(weight_BD - wait_BD)[:, None]
-        arc_B, next_B = (_take(x, chosen_B1, axis=1)[:, 0] for x in (arc_BD, next_BD))
-        return arc_B, next_B
+        at_B1 = place_of_largest(weight_BD - wait_BD)[:, None]
+        return _take(arc_BD, at_B1, axis=1)[:, 0], _take(next_BD, at_B1, axis=1)[:, 0]
 
 
 class Places(NamedTuple):

@@ -10,19 +10,21 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import DrawnTokens, Proposal, preferences
+from dlm_jax.sampling.commit.commit_rule import DrawnTokens, OrderRule, Proposal, preferences
 from dlm_jax.sampling.draw import argmax, log_prob
+from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.positions import (
     TrunkOutput,
     at_places,
     belongs_to_positions,
     chunk_size,
     fold,
+    gather_state,
     put,
 )
 from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.chain import Chain, chain
-from dlm_jax.sampling.transforms.default_chain import chain_of, sample_logits
+from dlm_jax.sampling.transforms.default_chain import chain_of
 from dlm_jax.sampling.transforms.transform import At, Context
 from dlm_jax.settings import Rule, require, rule
 from dlm_jax.types import Network, Params, live_positions, returned
@@ -75,8 +77,7 @@ class FillInput:
       chain: logit transforms applied to the clean logits before the draw.
       prepared: the values of `Chain.prepare` for this step.
       key_B: typed random key of each row. The key of a position is ``fold_in(key, index)``.
-      score: ``(places_N, at, logits_NV, drawn) -> (score_N, state_N)``, the scores of candidates
-        for the rule of the step, and the new state of their positions; None scores them by their
+      rule: the commit or noise rule, which scores the candidates; None scores them by their
         log-probability.
       rule_state: the state of that rule.
       preference_BL: uint32, priority of each position when scores are tied.
@@ -85,11 +86,7 @@ class FillInput:
       is_given_BL: True at given tokens; None if unknown.
       keeps_best: True if `FillOutput.best_BL` is needed, too.
       is_traced: True if the statistics of the draws are needed.
-      keeps_final_logprob: True if `Proposal.final_logprob_BL` is needed; None if only a transform
-        with state can read it.
       banned_ids: ids that `FillOutput.best_BL` and starting positions ignore, as those of the row.
-      signal: ``(logits_NV) -> vectors_ND``, the self-conditioning signal of the logits after the
-        chain; None for a network without a signal.
       signal_BLD: self-conditioning signal of the previous step, or None.
     """
 
@@ -104,7 +101,7 @@ class FillInput:
     chain: Chain
     prepared: Any
     key_B: jax.Array
-    score: Callable[..., tuple[jax.Array, Any]] | None = None
+    rule: OrderRule | None = None
     rule_state: Any = ()
     preference_BL: jax.Array | None = None
     own_BL: jax.Array | None = None
@@ -112,9 +109,7 @@ class FillInput:
     is_given_BL: jax.Array | None = None
     keeps_best: bool = False
     is_traced: bool = False
-    keeps_final_logprob: bool | None = None
     banned_ids: tuple[int, ...] = ()
-    signal: Callable[[jax.Array], jax.Array] | None = None
     signal_BLD: jax.Array | None = None
 
     @property
@@ -128,8 +123,7 @@ class FillInput:
 
     def at(self, places_N: jax.Array, is_real_N: jax.Array) -> At:
         """The positions at the places ``row * L + index``, with their keys."""
-        num_positions = self.tokens_BL.shape[1]
-        row_N, index_N = places_N // num_positions, places_N % num_positions
+        row_N, index_N = jnp.divmod(places_N, self.tokens_BL.shape[1])
         key_N = jax.vmap(jax.random.fold_in)(self.key_B[row_N], index_N)
         return At(row_N, index_N, key_N, is_real_N)
 
@@ -137,17 +131,17 @@ class FillInput:
         """The output before the first readout."""
         shape = self.is_open_BL.shape
         zeros_BL, none_BL = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
-        return FillOutput(
+        out = FillOutput(
             Proposal(none_BL, zeros_BL, zeros_BL, zeros_BL),
             jnp.ones(shape[0], jnp.bool_),
             total_BL=None if self.is_scored_BL is None else zeros_BL,
             best_BL=none_BL if self.keeps_best else None,
             rule_state=self.rule_state,
             signal_BLD=self.signal_BLD,
-            draw_logprob_BL=zeros_BL if self.is_traced else None,
-            entropy_BL=zeros_BL if self.is_traced else None,
-            level_BL=none_BL if self.is_traced else None,
         )
+        if not self.is_traced:
+            return out
+        return out._replace(draw_logprob_BL=zeros_BL, entropy_BL=zeros_BL, level_BL=none_BL)
 
     def draw(
         self,
@@ -165,57 +159,42 @@ class FillInput:
         is_drawn_N = is_real_N if own_N is None else is_real_N & (own_N < 0)
         at = self.at(places_N, is_drawn_N)
         from_NV = clean_NV if drawable_NV is None else drawable_NV
-        ids_N, final_logprob_N = sample_logits(
-            from_NV,
-            self.chain,
-            at.key_N,
-            at=at,
-            prepared=self.prepared,
-            is_scored=self.keeps_final_logprob,
-        )
+        ids_N, final_logprob_N = self.chain.draw(self.prepared, from_NV, at)
         if own_N is not None:
             ids_N = jnp.where(own_N >= 0, own_N, ids_N)
-        signal_BLD, final_NV = out.signal_BLD, None
-        if self.signal is not None:
+        new: dict[str, Any] = {}
+        final_NV = None
+        if self.signal_BLD is not None:
+            assert self.network.signal is not None
             final_NV = self.chain.apply(self.prepared, clean_NV, at)
-            signal_BLD = put(signal_BLD, places_N, is_real_N, self.signal(final_NV))
+            new["signal_BLD"] = self.network.signal(self.params, final_NV)
         logprob_N, score_N, rule_state_N = self.score_ids(
             clean_NV, ids_N, at, drawable_NV, final_NV
         )
+        new["proposal"] = Proposal(ids_N, logprob_N, final_logprob_N, score_N)
         is_fine_N = jnp.isfinite(logprob_N) & (jnp.isfinite(final_logprob_N) | ~is_drawn_N)
         is_fine_N |= ~is_real_N
-        total_BL, best_BL = out.total_BL, out.best_BL
-        if total_BL is not None and drawable_NV is None:
+        if out.total_BL is not None and drawable_NV is None:
             # The compiler shares these sums with `log_prob`.
             max_N, weight_NC = vocab.exp_columns(clean_NV.astype(jnp.float32))
-            total_N = max_N + jnp.log(weight_NC.sum(-1))
-            total_BL = put(total_BL, places_N, is_real_N, total_N)
+            new["total_BL"] = total_N = max_N + jnp.log(weight_NC.sum(-1))
             # Existing tokens can have probability 0, but drawn tokens cannot.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
-            if best_BL is not None:
-                best_BL = put(best_BL, places_N, is_real_N, self._best(clean_NV, own_N, at))
-        draw_logprob_BL, entropy_BL = out.draw_logprob_BL, out.entropy_BL
+            if out.best_BL is not None:
+                new["best_BL"] = self._best(clean_NV, own_N, at)
         if self.is_traced:
-            draw_logprob_N = self.draw_logprob(from_NV, ids_N, at)
-            entropy_N = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
-            draw_logprob_BL, entropy_BL = put(
-                (draw_logprob_BL, entropy_BL), places_N, is_real_N, (draw_logprob_N, entropy_N)
-            )
+            new["draw_logprob_BL"] = self.draw_logprob(from_NV, ids_N, at)
+            new["entropy_BL"] = vocab.count_and_entropy(clean_NV.astype(jnp.float32))[1]
 
         def put_state(old: jax.Array, new_N: jax.Array) -> jax.Array:
             is_by_position = belongs_to_positions(old, self.tokens_BL.shape[1])
             return put(old, places_N, is_real_N, new_N) if is_by_position else old
 
-        new = Proposal(ids_N, logprob_N, final_logprob_N, score_N)
+        old = {name: getattr(out, name) for name in new}
         return out._replace(
-            proposal=put(out.proposal, places_N, is_real_N, new),
             is_finite_B=out.is_finite_B.at[at.row_N].min(is_fine_N),
-            total_BL=total_BL,
-            best_BL=best_BL,
             rule_state=jax.tree.map(put_state, out.rule_state, rule_state_N),
-            signal_BLD=signal_BLD,
-            draw_logprob_BL=draw_logprob_BL,
-            entropy_BL=entropy_BL,
+            **put(old, places_N, is_real_N, new),
         )
 
     def _best(self, clean_NV: jax.Array, own_N: jax.Array | None, at: At) -> jax.Array:
@@ -243,7 +222,7 @@ class FillInput:
         The other arguments are those of `draw`, and the clean logits after the chain, if known.
         """
         logprob_N = log_prob(clean_NV, ids_N)
-        if self.score is None:
+        if self.rule is None:
             return logprob_N, logprob_N, ()
 
         def filter_logits() -> jax.Array:
@@ -252,11 +231,22 @@ class FillInput:
             from_NV = clean_NV if drawable_NV is None else drawable_NV
             return self.chain.apply(self.prepared, from_NV, at)
 
-        drawn = DrawnTokens(
-            ids_N=ids_N, row_N=at.row_N, logprob_N=logprob_N, filter_logits=filter_logits
-        )
-        places_N = at.row_N * self.tokens_BL.shape[1] + at.index_N
-        return logprob_N, *self.score(places_N, at, clean_NV, drawn)
+        num_positions = self.tokens_BL.shape[1]
+        places_N = at.row_N * num_positions + at.index_N
+        logits_NV, drawn = clean_NV, DrawnTokens(ids_N, at.row_N, logprob_N, filter_logits)
+        if isinstance(self.rule, NoiseRule):
+            # The rule scores the current tokens, under the logits of the draws. A greedy row draws
+            # its argmax with certainty.
+            logits_NV, own_N = filter_logits(), at_places(self.tokens_BL, places_N)
+            certain_N = jnp.where(own_N == ids_N, 0.0, -jnp.inf)
+            own_logprob_N = jnp.where(
+                self.chain.is_greedy(at), certain_N, log_prob(logits_NV, own_N)
+            )
+            drawn = drawn._replace(ids_N=own_N, logprob_N=own_logprob_N)
+        state_N = gather_state(self.rule_state, places_N, num_positions)
+        score_N, state_N = self.rule.score(state_N, logits_NV, drawn)
+        returned(score_N, self.rule, "score", "N", ids_N.shape, jnp.float32)
+        return logprob_N, score_N, state_N
 
     def draw_logprob(self, drawable_NV: jax.Array, ids_N: jax.Array, at: At) -> jax.Array:
         """Log-probability ``[N]`` of drawing these ids, given the logits before the chain.
@@ -294,22 +284,9 @@ class FillRule(Rule):
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        require(
-            cls.logits is not FillRule.logits,
-            "fill",
-            cls.name,
-            "has no trace: it does not define the distributions of its draws",
-            "use fill='parallel', or define logits()",
-        )
-
-
-def check_filled(rule: FillRule, filled: FillOutput, shape: tuple[int, ...]) -> FillOutput:
-    """Returns the output of a fill after checking shapes and dtypes. Errors name the fill."""
-    kinds = Proposal(jnp.int32, *[jnp.float32] * 3)
-    for name, value, kind in zip(Proposal._fields, filled.proposal, kinds, strict=True):
-        returned(value, rule, f"propose(...).proposal.{name}", "B, L", shape, kind)
-    returned(filled.is_finite_B, rule, "propose(...).is_finite_B", "B", shape[:1], bool)
-    return filled
+        why = "has no trace: it does not define the distributions of its draws"
+        remedy = "use fill='parallel', or define logits()"
+        require(cls.logits is not FillRule.logits, "fill", cls.name, why, remedy)
 
 
 @rule
@@ -344,10 +321,10 @@ class FillOptions(TypedDict, total=False):
     preference_BL: jax.Array | None
     settings: Mapping[str, Any] | Chain | None
     banned_ids: tuple[int, ...]
-    chunk: int | None
+    chunk: int
 
 
-def standalone_fill(
+def fill_canvas(
     rule: FillRule,
     params: Params,
     hidden_BLD: jax.Array,
@@ -361,7 +338,7 @@ def standalone_fill(
     preference_BL: jax.Array | None = None,
     settings: Mapping[str, Any] | Chain | None = None,
     banned_ids: tuple[int, ...] = (),
-    chunk: int | None = None,
+    chunk: int = 0,
 ) -> FillOutput:
     """The output of a rule outside of the loop; see `wavefront_fill` for the arguments."""
     num_rows, num_positions = tokens_BL.shape
@@ -374,7 +351,7 @@ def standalone_fill(
     is_seen_BL = is_seen_BL & ~is_open_BL
     ids_BK = jnp.broadcast_to(jnp.array(banned_ids, jnp.int32), (num_rows, len(banned_ids)))
     bans = LogitBias(ids_BK, jnp.full(ids_BK.shape, -jnp.inf))
-    full = chain(bans, chain_of({} if settings is None else settings, num_rows, network.vocab_size))
+    full = chain(bans, chain_of(settings or {}, num_rows, network.vocab_size))
     context = Context(tokens_BL, jnp.zeros_like(tokens_BL), is_seen_BL, length_B)
     fill = FillInput(
         network=network,
@@ -389,7 +366,6 @@ def standalone_fill(
         prepared=full.prepare(full.init(num_rows), context),
         key_B=key_B,
         preference_BL=preference_BL,
-        keeps_final_logprob=True,
         banned_ids=banned_ids,
     )
     out = rule.propose(fill)
@@ -408,4 +384,4 @@ def parallel_fill(
 
     The arguments and the result are those of `wavefront_fill`, without those of the sampler head.
     """
-    return standalone_fill(Parallel(), params, hidden_BLD, tokens_BL, key_B, **options)
+    return fill_canvas(Parallel(), params, hidden_BLD, tokens_BL, key_B, **options)

@@ -6,7 +6,6 @@ therefore sorted once and processed in chunks that end at wave boundaries.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -24,10 +23,10 @@ from dlm_jax.sampling.propose.fill import (
     FillOptions,
     FillOutput,
     FillRule,
-    standalone_fill,
+    fill_canvas,
 )
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, require_head, rule
-from dlm_jax.types import Params, left_of, returned
+from dlm_jax.types import Params, left_of
 
 NEVER = 2**30
 """A distance that is larger than any canvas."""
@@ -114,8 +113,8 @@ SAMPLER_TEMPERATURE = Setting(
     "sampler_temperature",
     1.0,
     "wavefront: divisor of the sampler head's logits before the chain",
-    low=ABOVE_ZERO,
-    high=1e6,
+    ABOVE_ZERO,
+    1e6,
     is_preset=True,
 )
 
@@ -158,22 +157,20 @@ def wavefront_fill(
     """A token for each open position, drawn in waves by the sampler head, given the neighbours.
 
     `Wavefront` describes the algorithm. ``network``, ``banned_ids`` and ``chunk`` are static, and
-    everything else is traced. Arguments written ``[B]`` also accept one value for all rows. In the
-    result, ``proposal.tokens_BL`` is the canvas with the drawn tokens,
-    ``proposal.final_logprob_BL`` are their log-probabilities after the chain, ``level_BL`` is the
-    order of the draws, and ``counts`` has the waves and the starting positions of each row.
+    everything else is traced. In the result, ``proposal.tokens_BL`` is the canvas with the drawn
+    tokens, ``level_BL`` is the order of the draws, and ``counts`` has the waves and the starting
+    positions of each row.
 
     Args:
       params: the network's parameters.
       hidden_BLD: the output of ``network.trunk`` for `tokens_BL`.
       tokens_BL: int32 canvas. Values at open positions are ignored.
       key_B: one typed key per row; the key of a position is ``fold_in(key, index)``.
-      ratio: ``[B]`` in (0, 1], the share of positions without a visible token at either end of
-        their run that start waves, at least one.
-      is_spread: ``[B]``, True to spread starting positions evenly over the row.
-      is_alternating: ``[B]``, True to fill the even positions of a wave before the odd ones.
-      is_one_sided: ``[B]``, True to fill runs between two tokens from the left.
-      temperature: ``[B]``, divisor of the sampler head's logits before the chain, > 0.
+      ratio: this and the following fields of `Wavefront` have one value, or ``[B]``.
+      is_spread: True to spread starting positions evenly over the row.
+      is_alternating: True to fill the even positions of a wave before the odd ones.
+      is_one_sided: True to fill runs between two tokens from the left.
+      temperature: divisor of the sampler head's logits before the chain, > 0.
       **options: ``network``, with ``heads["sampler"]``, a `SamplerReadout`; ``is_open_BL``, True at
         the positions to fill, usually ``tokens_BL == mask_id``; and optionally
 
@@ -193,7 +190,7 @@ def wavefront_fill(
     """
     values = ratio, is_spread, is_alternating, temperature, is_one_sided
     fill = Wavefront(*(jnp.broadcast_to(value, tokens_BL.shape[:1]) for value in values))
-    return standalone_fill(fill, params, hidden_BLD, tokens_BL, key_B, **options)
+    return fill_canvas(fill, params, hidden_BLD, tokens_BL, key_B, **options)
 
 
 @rule
@@ -206,7 +203,8 @@ class Wavefront(FillRule):
     become starting positions. A run that contains none of them starts at its most confident
     position. Candidates at starting positions are drawn from the LM head, and all others from the
     sampler head, both after the row's chain. A neighbour is visible to a position if it belongs to
-    an earlier wave, regardless of other rows and of chunks.
+    an earlier wave, regardless of other rows and of chunks. In one-sided rows, holes between two
+    tokens are filled from the left, so that waves never meet; this can double their number.
 
     Levels order the draws: 0 at starting positions, larger in later waves (two levels per wave, for
     even and odd positions), -1 at visible tokens, and 2^30 elsewhere.
@@ -219,37 +217,21 @@ class Wavefront(FillRule):
         Setting(
             "sampler_min_neighbors_ratio",
             0.01,
-            "wavefront, also in critic training: share of the holes without a filled neighbour "
-            "that start waves, in (0, 1]",
+            "wavefront, also of critics: share of the holes without a filled neighbour that start "
+            "waves",
             low=ABOVE_ZERO,
             high=1.0,
         )
     )
     is_spread_B: jax.Array = per_row(
-        Setting(
-            "sampler_spread_seeds",
-            False,
-            "wavefront: spread the starting holes evenly over the row",
-            is_preset=True,
-        )
+        Setting("sampler_spread_seeds", False, "wavefront: spread starting holes", is_preset=True)
     )
     is_alternating_B: jax.Array = per_row(
-        Setting(
-            "sampler_even_odd",
-            False,
-            "wavefront, also in critic training: fill the even positions of a wave "
-            "before the odd ones",
-        )
+        Setting("sampler_even_odd", False, "wavefront, also of critics: even before odd positions")
     )
     temperature_B: jax.Array = per_row(SAMPLER_TEMPERATURE)
     is_one_sided_B: jax.Array = per_row(
-        Setting(
-            "sampler_one_sided",
-            False,
-            "wavefront: fill holes between two tokens from the left, so that waves never meet; "
-            "this can double the number of waves",
-            is_preset=True,
-        )
+        Setting("sampler_one_sided", False, "wavefront: fill from the left", is_preset=True)
     )
 
     @classmethod
@@ -314,13 +296,12 @@ class Wavefront(FillRule):
         def read(places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
             is_grown_N = at_places(level_BL, places_N) > 0
             none_NV = jnp.zeros((places_N.size, fill.network.vocab_size), jnp.float32)
-            first_NV, grown_NV = (
-                jax.lax.cond(jnp.any(is_real_N & is_from_N), logits, lambda: none_NV)
-                for is_from_N, logits in (
-                    (~is_grown_N, lambda: fill.logits(places_N)),
-                    (is_grown_N, lambda: grown(tokens_BL, places_N)[1]),
-                )
-            )
+
+            def if_any(is_from_N: jax.Array, logits: Callable[[], jax.Array]) -> jax.Array:
+                return jax.lax.cond(jnp.any(is_real_N & is_from_N), logits, lambda: none_NV)
+
+            first_NV = if_any(~is_grown_N, lambda: fill.logits(places_N))
+            grown_NV = if_any(is_grown_N, lambda: grown(tokens_BL, places_N)[1])
             return jnp.where(is_grown_N[:, None], grown_NV, first_NV)
 
         return read
@@ -345,46 +326,32 @@ def grown_logits(
         # first layer halves the time of the fill (at width 384).
         tables = sampler.sides(params, network.embed(params, jnp.arange(network.vocab_size)))
 
-    def beside(
-        candidates_BL: jax.Array, places_N: jax.Array, side: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """Tokens of the neighbours on one side, nearest first, and True at visible neighbours."""
-        offset_1C = side * (1 + jnp.arange(sampler.context))[None]
+    def beside(candidates_BL: jax.Array, places_N: jax.Array, side: int) -> jax.Array:
+        """What the neighbours on one side add, nearest first: 0 where they are not visible."""
+        offset_1C = (2 * side - 1) * (1 + jnp.arange(sampler.context))[None]
         index_NC = places_N[:, None] % num_positions + offset_1C
         place_NC = jnp.clip(places_N[:, None] + offset_1C, 0, level_BL.size - 1)
-        is_inside_NC = (index_NC >= 0) & (index_NC < num_positions)
         level_NC = at_places(level_BL, place_NC)
         token_NC = jnp.where(
             level_NC == GIVEN, at_places(tokens_BL, place_NC), at_places(candidates_BL, place_NC)
         )
-        return token_NC, is_inside_NC & (level_NC < at_places(level_BL, places_N)[:, None])
+        is_seen_NC = (index_NC >= 0) & (index_NC < num_positions)
+        is_seen_NC &= level_NC < at_places(level_BL, places_N)[:, None]
+        if tables is None:
+            vector_NCD = network.embed(params, token_NC)
+        else:
+            vector_NCD = tables[side][token_NC, jnp.arange(sampler.context)[None]]
+        return jnp.where(is_seen_NC[:, :, None], vector_NCD, 0.0)
 
     def logits(candidates_BL: jax.Array, places_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-        sides = [beside(candidates_BL, places_N, side) for side in (-1, 1)]
-        if tables is None:
-            left_NCD, right_NCD = (
-                jnp.where(is_seen_NC[:, :, None], network.embed(params, token_NC), 0.0)
-                for token_NC, is_seen_NC in sides
-            )
+        left_NCD, right_NCD = (beside(candidates_BL, places_N, side) for side in (0, 1))
 
-            def head(hidden_ND: jax.Array) -> jax.Array:
+        def head(hidden_ND: jax.Array) -> jax.Array:
+            if tables is None:
                 return sampler.readout(params, left_NCD, hidden_ND, right_NCD)
+            return sampler.from_sides(params, left_NCD.sum(1) + right_NCD.sum(1), hidden_ND)
 
-        else:
-            each_1C = jnp.arange(sampler.context)[None]
-            left_NH, right_NH = (
-                jnp.where(is_seen_NC[:, :, None], table_VCH[token_NC, each_1C], 0.0).sum(1)
-                for table_VCH, (token_NC, is_seen_NC) in zip(tables, sides, strict=True)
-            )
-            head = functools.partial(sampler.from_sides, params, left_NH + right_NH)
-        clean_NV = returned(
-            fill.output.read(head, places_N),
-            network,
-            "sampler_readout",
-            "N, V",
-            (places_N.shape[0], network.vocab_size),
-            jnp.float32,
-        )
+        clean_NV = fill.output.read(head, places_N)
         divisor_N1 = temperature_B[places_N // num_positions][:, None]
         drawable_NV = jax.lax.cond(
             jnp.any(divisor_N1 != 1.0),

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dlm_jax.pytree import pytree
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.transforms.bias import LogitBias
@@ -29,6 +28,7 @@ from dlm_jax.sampling.transforms.transform import (
     has_feedback,
 )
 from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES, TopK
+from dlm_jax.settings import pytree
 from dlm_jax.types import returned
 
 _Steps = list[tuple[Any, Any]]

@@ -21,7 +21,7 @@ from dlm_jax.model import ops
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.blocks import CurrentBlock
 from dlm_jax.sampling.forward import with_cache
-from dlm_jax.sampling.kv_cache import Dual, Exact
+from dlm_jax.sampling.kv_cache import Dual
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
@@ -271,47 +271,44 @@ def test_layers_that_are_kept_together_give_the_rows_of_layers_apart(case, monke
     _same_up_to_rounding(canvases.results(state), ours)
 
 
+def _compiled(case, monkeypatch, split_params):
+    """The loop over eight devices, with layers in one loop, as on accelerators."""
+    monkeypatch.setattr(ops, "_LONGEST_UNROLLED_CACHE", 0)
+    kind, mesh = case.split("-")[0], make_mesh(MeshConfig(data=2, fsdp=4))
+    network, params = _network(kind)
+    split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    state = jax.device_put(_state(kind, _rows(), **CASES[case]), split)
+    params = jax.device_put(params, split_params(network, params, mesh))
+    advance = Advance(canvases.program(network, rows=split))
+    lowered = advance._jitted.lower(params, state, jnp.int32(0), jnp.int32(9))
+    return lowered.compile().as_text(), params
+
+
 @pytest.mark.slow
 def test_no_device_gathers_what_another_keeps(monkeypatch):
-    """Layers run in one loop, as on accelerators, where the order of what is kept is held."""
-    monkeypatch.setattr(ops, "_LONGEST_UNROLLED_CACHE", 0)
-    case = "block_causal-exact"
-    kind, settings = case.split("-")[0], CASES[case]
-    network, params = _network(kind)
-    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
-    split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    state = jax.device_put(_state(kind, _rows(), **settings), split)
-    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    advance = Advance(canvases.program(network, rows=split))
-    compiled = advance._jitted.lower(params, state, jnp.int32(0), jnp.int32(9)).compile()
-    gathered = re.findall(r"= \S+\[[\d,]+\]\S* all-gather\(.*", compiled.as_text())
+    """The order of what is kept is held."""
+    text, _ = _compiled(
+        "block_causal-exact",
+        monkeypatch,
+        lambda network, params, mesh: NamedSharding(mesh, PartitionSpec()),
+    )
+    gathered = re.findall(r"= \S+\[[\d,]+\]\S* all-gather\(.*", text)
     assert not gathered, gathered[0][:200]
 
 
 @pytest.mark.slow
 def test_no_device_gathers_all_layers_of_a_matrix_that_is_split(monkeypatch):
     """Layers are gathered one by one, as without a cache."""
-    monkeypatch.setattr(ops, "_LONGEST_UNROLLED_CACHE", 0)
-    case = "bidirectional-dual"
-    kind, settings = case.split("-")[0], CASES[case]
-    network, params = _network(kind)
-    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
-    split = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    state = jax.device_put(_state(kind, _rows(), **settings), split)
-    params = jax.device_put(params, shardings(params, axes_of(network), mesh))
+    text, params = _compiled(
+        "bidirectional-dual",
+        monkeypatch,
+        lambda network, params, mesh: shardings(params, axes_of(network), mesh),
+    )
     whole = {leaf.shape for leaf in jax.tree.leaves(params["blocks"]) if leaf.ndim > 2}
-    advance = Advance(canvases.program(network, rows=split))
-    compiled = advance._jitted.lower(params, state, jnp.int32(0), jnp.int32(9)).compile()
     found = [
         f"{x.kind} {x.type}"
-        for x in layout.operations(compiled.as_text())
+        for x in layout.operations(text)
         for shape in x.shapes
         if shape.dims in whole
     ]
     assert not found, found
-
-
-def test_an_exact_cache_refuses_blocks_of_one_position_of_a_model_that_is_not_causal():
-    facts = ModelFacts(vocab_size=8, has_cache=True, block_length=1)
-    with pytest.raises(ValueError, match="cache='exact' does not support .* blocks of 1"):
-        Exact.check_model(SamplingParams(), facts)

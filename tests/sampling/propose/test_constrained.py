@@ -184,7 +184,7 @@ def test_rows_without_structure_are_those_of_the_parallel_fill_whatever_runs_bes
         ({"structure": "a+", "resample": True, "schedule": "all"}, "resample=True changes"),
         ({"structure": "a+", "edit": True, "insert_ratio_start": 0.1}, "edit=True changes"),
         ({"structure": "a+", "order": "joint_threshold"}, "order='joint_threshold' changes"),
-        ({"structure": "a+", "renoise_start": 0.1}, "renoise_start changes"),
+        ({"structure": "a+", "renoise_start": 0.1}, "renoise_start=0.1 changes"),
         ({"structure": "a+", "mirostat": 2, "chain": ("temperature", "mirostat")}, "mirostat=2"),
         ({"structure": "a+b", "logit_bias": {TOKENIZER.encode("b")[0]: -np.inf},
           "chain": ("bias",)}, "structure requires"),

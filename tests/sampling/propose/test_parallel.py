@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import canvases
 import jax
@@ -69,10 +70,11 @@ def _filled(hidden_BLD, is_open_BL, *, network=NETWORK, chain=None, **more):
 
 @functools.partial(jax.jit, static_argnames="chunk")
 def _propose(hidden_BLD, is_open_BL, keys_B, *, chunk):
-    def score(places_N, at, logits_NV, drawn):
+    def score(state_N, logits_NV, drawn):
         return jnp.max(logits_NV, axis=-1) + drawn.logprob_N, ()
 
-    return _filled(hidden_BLD, is_open_BL, key_B=keys_B, score=score, chunk=chunk)[:2]
+    rule = types.SimpleNamespace(score=score)
+    return _filled(hidden_BLD, is_open_BL, key_B=keys_B, rule=rule, chunk=chunk)[:2]
 
 
 @jax.jit
@@ -152,8 +154,7 @@ def test_readouts_follow_the_open_positions():
 
 
 @pytest.mark.parametrize("scoring", [None, "uncertainty", "likelihood"])
-@pytest.mark.parametrize("rule", [canvases.LOW_CONFIDENCE, canvases.RANDOM])
-def test_no_array_of_a_step_holds_logits_of_the_whole_canvas(rule, scoring):
+def test_no_array_of_a_step_holds_logits_of_the_whole_canvas(scoring):
     vocab_size, chunk = 997, 16
     network = _network(vocab_size)
     readout = functools.partial(_wide_readout, vocab_size=vocab_size)
@@ -167,7 +168,7 @@ def test_no_array_of_a_step_holds_logits_of_the_whole_canvas(rule, scoring):
     if scoring is not None:
         sample = SamplingParams(edit=True, edit_token="mask", edit_scoring=scoring)
         edit = EDIT_RULES[scoring].pack([sample] * canvases.ROWS, None)
-    state = canvases.make_state(canvases.mixed_rows(), rule, edit=edit)
+    state = canvases.make_state(canvases.mixed_rows(), canvases.LOW_CONFIDENCE, edit=edit)
     jaxpr = jax.make_jaxpr(functools.partial(step, program))(params, state)
     sizes = list(_sizes(jaxpr.jaxpr))
     assert any(vocab_size in shape for shape in sizes)
@@ -230,5 +231,5 @@ def test_a_row_whose_tokens_are_only_scored_does_not_end_because_of_the_draws_of
     is_open_BL = jnp.zeros((ROWS, POSITIONS), bool).at[1:].set(True)
     chain = tf.chain(OnlyReal(jnp.ones(ROWS, bool)), tf.Temperature(jnp.array(TEMPERATURES)))
     own_BL = jnp.where(is_open_BL, -1, 1)
-    out = _filled(hidden_BLD, is_open_BL, chain=chain, own_BL=own_BL, keeps_final_logprob=True)
+    out = _filled(hidden_BLD, is_open_BL, chain=chain, own_BL=own_BL)
     assert np.asarray(out.is_finite_B).all()
