@@ -1,7 +1,7 @@
 """Serves a model over HTTP: ``python -m dlm_jax.serve --checkpoint DIR --port 8000``.
 
 The server implements the OpenAI protocol (docs/serving.md): /v1/completions, /v1/chat/completions,
-/v1/infill, /v1/models, /tokenize, /detokenize, /health, /ping and /metrics. It listens on 127.0.0.1
+/v1/infill, /v1/models, /health and /metrics. It listens on 127.0.0.1
 unless --host is given. If the environment variable named by --api-key-env is set, clients must send
 its value as the key. The server requires the extra ``serve``: ``pip install dlm_jax[serve]``.
 

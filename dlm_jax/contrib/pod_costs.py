@@ -105,6 +105,10 @@ def num_bytes(text: str) -> float:
     return sum(shape.num_bytes for shape in shapes_of(text))
 
 
+def _in_memory(text: str) -> float:
+    return sum(shape.num_bytes for shape in shapes_of(text) if shape.in_memory)
+
+
 def parse(text: str) -> Module:
     """Parses the text of ``compiled.as_text()``."""
     module, current = Module(), None
@@ -184,61 +188,38 @@ def trip_count(module: Module, loop: Operation, parent: list[Operation]) -> int 
                 return bounds[0]
     if len(constants) == 1:
         return next(iter(constants.values()))
-    return _carried_bound(condition, loop, parent)
-
-
-def _carried_bound(
-    condition: list[Operation], loop: Operation, parent: list[Operation]
-) -> int | None:
-    """The bound of a loop, if the loop carry contains the bound as a constant."""
+    # The loop carry may contain the bound as a constant.
     here = {operation.name: operation for operation in parent}
     start = here.get(loop.operands[0])
-    if start is None or start.kind != "tuple":
-        return None
-    places = {
-        operation.name: int(operation.attribute(r"index=(\d+)") or 0)
-        for operation in condition
-        if operation.kind == "get-tuple-element"
-    }
-    found = []
+    carried = start.operands if start is not None and start.kind == "tuple" else ()
+    read = {name for one in condition if one.kind in ("compare", "fusion") for name in one.operands}
+    bounds = []
     for operation in condition:
-        if operation.kind not in ("compare", "fusion"):
-            continue
-        for name in operation.operands:
-            if name in places and places[name] < len(start.operands):
-                source = here.get(start.operands[places[name]])
-                for _ in range(5):
-                    if source is None or source.kind not in (
-                        "copy",
-                        "bitcast",
-                        "copy-done",
-                        "copy-start",
-                    ):
-                        break
-                    source = here.get(source.operands[0])
-                if source is not None and source.kind == "constant":
-                    found += [int(x) for x in re.findall(r"^\d+$", source.operands[0])]
-    positive = [bound for bound in found if bound > 0]
-    return positive[0] if len(positive) == 1 else None
+        place = int(operation.attribute(r"index=(\d+)") or 0)
+        if (
+            operation.name in read
+            and operation.kind == "get-tuple-element"
+            and place < len(carried)
+        ):
+            source = here.get(carried[place])
+            while source and source.kind in ("copy", "bitcast", "copy-done", "copy-start"):
+                source = here.get(source.operands[0])
+            if (
+                source
+                and source.kind == "constant"
+                and re.fullmatch(r"[1-9]\d*", source.operands[0])
+            ):
+                bounds.append(int(source.operands[0]))
+    return bounds[0] if len(bounds) == 1 else None
 
 
 Types = dict[str, str]
 """The type of each operation in a computation, by the operation's name."""
 
-_FREE = frozenset(
-    {
-        "bitcast",
-        "get-tuple-element",
-        "tuple",
-        "parameter",
-        "constant",
-        "after-all",
-        "partition-id",
-        "copy-done",
-        "slice-done",
-        "optimization-barrier",
-    }
-)
+_UNTIMED = {
+    *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("partition-id", "optimization-barrier", "copy-start", "copy-done"),
+}
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME_PLACE = ("bitcast", "copy", "reshape", "convert")
 
@@ -320,7 +301,7 @@ def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
     Only the slices of a sliced operand count, also in nested fusions, and only the updates of an
     operand that is updated in place.
     """
-    if operation.kind in _FREE or "AllocateBuffer" in operation.attributes:
+    if operation.kind == "slice-done" or "AllocateBuffer" in operation.attributes:
         return 0.0
     body = module.called(operation) if operation.kind == "fusion" else None
     if body is not None:
@@ -330,15 +311,9 @@ def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
         return 2 * written
     if operation.kind == "dynamic-update-slice":
         return 2 * _in_memory(types.get(operation.operands[1], ""))
-    if operation.kind == "copy-start":
-        return _in_memory(types.get(operation.operands[0], ""))
     if operation.kind == "slice-start":  # the type names the operand before the result
-        return _bytes(operation.shapes[1:2])
+        return operation.shapes[1].num_bytes
     return written + sum(_in_memory(types[name]) for name in operation.operands if name in types)
-
-
-def _in_memory(text: str) -> float:
-    return sum(shape.num_bytes for shape in shapes_of(text) if shape.in_memory)
 
 
 def _fusion_bytes(
@@ -362,7 +337,7 @@ def _fusion_bytes(
     updates = [inner for inner in body if inner.kind == "dynamic-update-slice"]
     if updates and in_place:
         written = max(0.0, written - in_place) + sum(
-            _bytes(by_name[inner.operands[1]].shapes)
+            num_bytes(by_name[inner.operands[1]].type)
             for inner in updates
             if inner.operands[1] in by_name
         )
@@ -375,7 +350,7 @@ def _read(name: str, body: list[Operation], module: Module) -> float:
     for use in users[name]:
         inner = module.called(use) if use.kind == "fusion" else None
         if use.kind in _SLICES:
-            total += _bytes(use.shapes)
+            total += num_bytes(use.type)
         elif use.kind in _SAME_PLACE:
             total += _read(use.name, body, module)
         elif inner is not None:
@@ -388,10 +363,6 @@ def _read(name: str, body: list[Operation], module: Module) -> float:
         else:
             return math.inf
     return total or math.inf
-
-
-def _bytes(shapes: list[Shape]) -> float:
-    return sum(shape.num_bytes for shape in shapes)
 
 
 def _users(body: list[Operation]) -> dict[str, list[Operation]]:
@@ -426,12 +397,8 @@ def _updates(use: Operation, parameter: Operation | None, by_name: dict[str, Ope
 
 
 KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "ragged-all-to-all",
+    *("all-gather", "all-reduce", "reduce-scatter"),
+    *("all-to-all", "collective-permute", "ragged-all-to-all"),
 )
 
 
@@ -519,21 +486,6 @@ _KERNEL_SHARE = 0.55
 _KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 # A kernel's own estimate of its cost.
 _STATED = re.compile(r'"(flops|bytes_accessed)":"(\d+)"')
-_UNTIMED = frozenset(
-    {
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "partition-id",
-        "optimization-barrier",
-        "copy-start",
-        "copy-done",
-        "iota",
-    }
-)
 
 
 @dataclass
@@ -758,29 +710,23 @@ class _Timeline:
             self.cost.memory_bytes += size
             self.cost.seconds += seconds if self.mode == "roof" else max(seconds, known or 0.0)
             return
+        text = operation.name + operation.attributes
         given = [shapes_of(self.types[name]) for name in operation.operands if name in self.types]
         # Integers describe masks.
         dims = [shapes[0].dims for shapes in given if shapes and "f" in shapes[0].dtype]
         matrices = [size for size in dims if len(size) >= 3 and size[-1] >= 64]
-        if "splash" not in operation.name + operation.attributes or not matrices:
+        if "splash" not in text or not matrices:
             return
         *heads, queries, width = matrices[0]
         keys = max(size[-2] for size in matrices[1:])
-        which = next(
-            (x for x in ("fwd", "dkv") if x in operation.name + operation.attributes), "dq"
-        )
-        count = _KERNEL_PRODUCTS[which]
-        whole = [
-            x for x in operation.shapes if len(x.dims) >= 3 and x.dims[-2:] == (queries, width)
+        which = next((name for name in ("fwd", "dkv") if name in text), "dq")
+        outputs = [
+            x for x in operation.shapes if len(x.dims) > 2 and x.dims[-2:] == (queries, width)
         ]
-        if which == "dkv" and len(whole) >= 3:
-            count = 5
-        flops = 2.0 * count * queries * keys * width
-        for size in heads:
-            flops *= size
-        seconds = flops / (self.torus.chip.flops * _KERNEL_SHARE)
+        count = 5 if which == "dkv" and len(outputs) >= 3 else _KERNEL_PRODUCTS[which]
+        flops = 2.0 * count * queries * keys * width * math.prod(heads)
         self.cost.flops += flops
-        self.cost.seconds += seconds
+        self.cost.seconds += flops / (self.torus.chip.flops * _KERNEL_SHARE)
 
 
 # Placeholder for an unknown chip, for which operations and bytes are counted, without times.

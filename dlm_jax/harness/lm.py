@@ -5,10 +5,7 @@ depends on the request. The likelihood of a causal model is exact. Results are b
 of the batch size and of the order of requests.
 
 A request runs in a program whose number of rows depends only on the size of the canvas, which
-depends only on the length of the request. Programs are filled with the requests there are, also if
-the harness asks for batches of one. Masks are drawn in antithetic pairs with the same random order
-of tokens: the first mask hides the first k tokens in this order, and the second mask hides the k-th
-and all later tokens.
+depends only on the length of the request, also if the harness asks for batches of one.
 """
 
 from __future__ import annotations
@@ -24,21 +21,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from dlm_jax import Engine, Model, Network, Request, Status, load, make_requests
 from dlm_jax.config import layered
 from dlm_jax.data import HubTokenizer
-from dlm_jax.devices import platform
-from dlm_jax.inference.engine import Engine
-from dlm_jax.inference.model import Model, load
 from dlm_jax.inference.reader import TextReader
-from dlm_jax.inference.request import Request, make_requests, settings_of_call
+from dlm_jax.inference.request import settings_of_call
 from dlm_jax.inference.results import canvas_size
-from dlm_jax.inference.scoring import DecodingRow, compiled, order_logprobs
+from dlm_jax.inference.scoring import compiled
 from dlm_jax.objectives.likelihood import bound_at, causal_costs
 from dlm_jax.objectives.objective import Batch
-from dlm_jax.sampling.positions import group_size
 from dlm_jax.sampling.rules import with_rules
-from dlm_jax.settings import SettingError
-from dlm_jax.types import Network, Params, Status
 
 
 class Pair(NamedTuple):
@@ -134,31 +126,29 @@ class TextRequest(NamedTuple):
     """A requested text.
 
     Attributes:
-      context: text before the generated text.
+      ids: given tokens.
       until: stop strings, which are excluded from the result.
-      length: maximum number of new tokens; None uses 256, as in lm-evaluation-harness.
+      length: maximum number of new tokens.
       settings: settings of the row.
-      ids: ids of the context if it is a conversation.
     """
 
-    context: str
+    ids: np.ndarray
     until: tuple[str, ...]
-    length: int | None
+    length: int
     settings: Mapping[str, Any]
-    ids: np.ndarray | None = None
 
 
 def asked_of(
-    context: str, given: Mapping[str, Any], *, ids: np.ndarray | None = None
+    model: Model, context: str, given: Mapping[str, Any], *, ids: np.ndarray | None = None
 ) -> TextRequest:
-    """Parses a generation request of lm-evaluation-harness.
+    """Parses a generation request of lm-evaluation-harness. `ids` are those of a conversation.
 
     ``do_sample=False``, the default, sets the temperature to 0. Other settings are passed by name.
+    The context is truncated on the left to fit the canvas.
     """
     until = given.get("until") or ()
     until = (until,) if isinstance(until, str) else until
-    is_list = isinstance(until, list | tuple)
-    if not is_list or not all(isinstance(text, str) for text in until):
+    if not isinstance(until, list | tuple) or not all(isinstance(text, str) for text in until):
         raise ValueError(f"until={until!r} is not a list of strings; use ['\\n']")
     settings = {name: value for name, value in given.items() if value is not None}
     settings.pop("until", None)
@@ -171,26 +161,31 @@ def asked_of(
             raise ValueError(f"{name}={length!r} is not an integer of at least 0; use {_LENGTH}")
     if not does_sample:
         settings["temperature"] = 0.0
-    return TextRequest(
-        context, tuple(filter(None, until)), next(iter(lengths.values()), None), settings, ids
-    )
+    prefix = np.array(model.prefix_ids if ids is None else (), np.int32)
+    ids = model.tokenizer.encode(context) if ids is None else ids
+    most = model.max_length - 1 - prefix.size
+    length = min(next(iter(lengths.values()), _LENGTH), most)
+    room = model.max_length - prefix.size - length
+    ids = np.concatenate([prefix, ids[max(0, ids.size - room) :]]).astype(np.int32)
+    return TextRequest(ids, tuple(filter(None, until)), length, settings)
 
 
 def texts(
-    model: Model,
-    asked: Sequence[TextRequest],
-    *,
-    common: Mapping[str, Any],
-    slots: int,
-    seed: int,
+    model: Model, asked: Sequence[TextRequest], *, common: Mapping[str, Any], slots: int, seed: int
 ) -> list[str]:
     """Generates texts that do not depend on their order. Programs have `slots` rows."""
-    found = {place: "" for place, one in enumerate(asked) if one.length == 0}
-    requests = [
-        replace(_request(model, one, common, seed, place), number=place)
-        for place, one in enumerate(asked)
-        if place not in found
-    ]
+    found = dict.fromkeys(range(len(asked)), "")
+    requests: list[Request] = []
+    for place, one in enumerate(asked):
+        if one.length:
+            words = Pair(one.ids, 0).seed(seed, one.until, one.length, sorted(one.settings.items()))
+            own = {"seed": int(words[0]), "gen_length": one.length, **one.settings}
+            own |= {"tokens": one.ids} if one.ids.size else {"prompt": ""}
+            try:
+                (request,) = make_requests(model, own, common)
+            except ValueError as error:
+                raise ValueError(f"request {place}: {error}") from None
+            requests.append(replace(request, number=place))
     readers: dict[int, TextReader] = {}
 
     def coming() -> Iterator[Request]:
@@ -212,26 +207,7 @@ def texts(
                 del readers[row.number]
                 if row.status is Status.RUNNING:
                     engine.cancel(row.number)
-    return [found[place] for place in range(len(asked))]
-
-
-def _request(
-    model: Model, asked: TextRequest, common: Mapping[str, Any], seed: int, place: int
-) -> Request:
-    try:
-        prefix = np.array(model.prefix_ids if asked.ids is None else (), np.int32)
-        context = model.tokenizer.encode(asked.context) if asked.ids is None else asked.ids
-        most = model.max_length - 1 - prefix.size
-        length = min(_LENGTH if asked.length is None else asked.length, most)
-        room = model.max_length - prefix.size - length
-        context = np.concatenate([prefix, context[max(0, context.size - room) :]]).astype(np.int32)
-        words = Pair(context, 0).seed(seed, asked.until, length, sorted(asked.settings.items()))
-        own = {"seed": int(words[0]), "gen_length": length, **asked.settings}
-        content: dict[str, Any] = {"tokens": context} if context.size else {"prompt": ""}
-        (request,) = make_requests(model, content | own, common)
-    except ValueError as error:
-        raise ValueError(f"request {place}: {error}") from None
-    return request
+    return list(found.values())
 
 
 ROWS = 32
@@ -240,7 +216,7 @@ ROWS = 32
 
 def num_slots() -> int:
     """Number of rows in every program that generates. A few rows saturate a CPU."""
-    return 8 if platform() == "cpu" else ROWS
+    return 8 if jax.default_backend() == "cpu" else ROWS
 
 
 Row = tuple[Pair, np.ndarray]
@@ -250,7 +226,9 @@ Row = tuple[Pair, np.ndarray]
 def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np.ndarray:
     """Returns the masks for a pair, bool ``[draws, n]``; a single mask if one token is scored.
 
-    For a block-causal model, masks are drawn for each block separately.
+    Masks are drawn in antithetic pairs with the same random order of tokens: the first mask hides
+    the first k tokens in this order, and the second mask the k-th and all later tokens. For a
+    block-causal model, masks are drawn for each block separately.
     """
     n = pair.ids.size
     places = np.arange(pair.given, n)
@@ -280,32 +258,26 @@ class Likelihoods:
     Args:
       model: a diffusion model (bounds) or a causal model (exact likelihoods).
       num_draws: number of masks per pair.
-      batch_size: maximum number of rows per call. The remaining rows of the program are padding.
       seed: seed of the masks.
     """
 
-    def __init__(self, model: Model, *, num_draws: int = 32, batch_size: int = ROWS, seed: int = 0):
+    def __init__(self, model: Model, *, num_draws: int = 32, seed: int = 0):
         if not model.process.is_masked:
             raise ValueError(
                 "the harness scores with random masks, which requires a masking process, but the "
-                "model was trained with "
-                f"objective.process={model.process.name!r}; use dlm_jax.score"
+                f"model was trained with objective.process={model.process.name!r}; use "
+                "dlm_jax.score"
             )
         if not 1 <= num_draws <= 1 << 16:
             raise ValueError(f"num_draws={num_draws} is outside [1, 65536]; for example, use 32")
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
         self._model, self._num_draws, self._seed = model, num_draws, seed
-        self._batch_size = min(batch_size, ROWS)
-        self._mask_id = model.tokenizer.mask_id
 
     def exact(self, pairs: Sequence[Pair]) -> tuple[np.ndarray, list[bool]]:
         """Returns `nats` and `are_greedy` of a causal model, from one forward pass."""
-        run = self._compiled(_exact)
         nats, is_greedy = np.zeros(len(pairs)), np.zeros(len(pairs), bool)
-        for places, arrays in self._batches([(pair, np.zeros(0, bool)) for pair in pairs]):
-            made = jax.device_get(run(self._model.params, *arrays[:3]))
-            nats[places], is_greedy[places] = (column[: len(places)] for column in made)
+        rows = [(pair, np.zeros(0, bool)) for pair in pairs]
+        for places, made in self._run(_exact, rows):
+            nats[places], is_greedy[places] = made
         return nats, is_greedy.tolist()
 
     def nats(self, pairs: Sequence[Pair]) -> np.ndarray:
@@ -315,10 +287,9 @@ class Likelihoods:
         unit = self._model.network.block_length
         masks = [masks_of(pair, self._num_draws, self._seed, unit) for pair in pairs]
         rows = [(pair, mask) for pair, own in zip(pairs, masks, strict=True) for mask in own]
-        run = self._compiled(_bounds)
         found = np.zeros(len(rows))
-        for places, arrays in self._batches(rows):
-            found[places] = np.asarray(run(self._model.params, *arrays))[: len(places)]
+        for places, (nats,) in self._run(_bounds, rows):
+            found[places] = nats
         ends = np.cumsum([len(own) for own in masks])
         return np.array([float(np.mean(some)) for some in np.split(found, ends[:-1])])
 
@@ -329,106 +300,73 @@ class Likelihoods:
         """
         if self._model.is_causal:
             return self.exact(pairs)[1]
-        run = self._compiled(_guesses)
         masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
         is_greedy = [True] * len(pairs)
         open_ = list(range(len(pairs)))
         while open_:
             rows = [(pairs[owner], masks[owner]) for owner in open_]
-            for places, arrays in self._batches(rows):
-                ids_RL, sure_RL = (np.asarray(x) for x in run(self._model.params, *arrays))
-                for number, place in enumerate(places):
+            for places, made in self._run(_guesses, rows):
+                for place, ids_L, sure_L in zip(places, *made, strict=True):
                     owner, (pair, mask) = open_[place], rows[place]
                     holes = np.flatnonzero(mask)
-                    at = holes[np.argmax(sure_RL[number, holes])]
-                    is_greedy[owner] = bool(ids_RL[number, at] == pair.ids[at])
+                    at = holes[np.argmax(sure_L[holes])]
+                    is_greedy[owner] = bool(ids_L[at] == pair.ids[at])
                     mask[at] = False
             open_ = [owner for owner in open_ if is_greedy[owner] and masks[owner].any()]
         return is_greedy
 
-    def _compiled(self, fn: Callable[..., Any], **static: Any) -> Callable[..., Any]:
-        options = self._model.compiler_options
-        return compiled(fn, self._model.network, options, mask_id=self._mask_id, **static)
-
-    def _batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], tuple[np.ndarray, ...]]]:
-        """Yields the indices of rows that run together and the inputs of their program."""
+    def _run(
+        self, fn: Callable[..., Any], rows: Sequence[Row]
+    ) -> Iterator[tuple[list[int], list[np.ndarray]]]:
+        """Yields the indices of rows that ran together, and the results of `fn` for them."""
+        model, mask_id = self._model, self._model.tokenizer.mask_id
+        run = compiled(fn, model.network, model.compiler_options, mask_id=mask_id)
         sizes: dict[int, list[int]] = {}
         for place, (pair, _) in enumerate(rows):
             size = canvas_size(pair.ids.size, is_shared=True)
             sizes.setdefault(size, []).append(place)
         for size, places in sorted(sizes.items()):
-            count = group_size(ROWS, size)
-            step = min(self._batch_size, count)
-            for first in range(0, len(places), step):
-                some = places[first : first + step]
-                yield some, self._arrays([rows[place] for place in some], (count, size))
-
-    def _arrays(self, rows: Sequence[Row], shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
-        tokens = np.full(shape, self._model.tokenizer.pad_id, np.int32)
-        length, given = np.ones(shape[0], np.int32), np.zeros(shape[0], np.int32)
-        is_masked = np.zeros(shape, bool)
-        for number, (pair, mask) in enumerate(rows):
-            n = pair.ids.size
-            tokens[number, :n], length[number], given[number] = pair.ids, n, pair.given
-            is_masked[number, : mask.size] = mask
-        return tokens, length, given, is_masked
-
-
-def _bounds(
-    network: Network,
-    params: Params,
-    tokens: jax.Array,
-    length: jax.Array,
-    given: jax.Array,
-    masked: jax.Array,
-    *,
-    mask_id: int,
-) -> jax.Array:
-    batch = Batch(tokens, length, given)
-    return jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1)
+            # About as many positions as saturate the device.
+            most = 256 if jax.default_backend() == "cpu" else 8192
+            count = max(1, min(most // size, ROWS))
+            for first in range(0, len(places), count):
+                some = places[first : first + count]
+                tokens = np.full((count, size), model.tokenizer.pad_id, np.int32)
+                length, given = np.ones(count, np.int32), np.zeros(count, np.int32)
+                is_masked = np.zeros((count, size), bool)
+                for number, (pair, mask) in enumerate(rows[place] for place in some):
+                    n = pair.ids.size
+                    tokens[number, :n], length[number], given[number] = pair.ids, n, pair.given
+                    is_masked[number, : mask.size] = mask
+                batch: Any = Batch(*map(jax.numpy.asarray, (tokens, length, given)))
+                made = jax.device_get(run(model.params, batch, is_masked))
+                yield some, [column[: len(some)] for column in made]
 
 
-def _exact(
-    network: Network,
-    params: Params,
-    tokens: jax.Array,
-    length: jax.Array,
-    given: jax.Array,
-    *,
-    mask_id: int,
-) -> tuple[jax.Array, jax.Array]:
+def _bounds(network: Network, params: Any, batch: Batch, masked: Any, *, mask_id: int) -> Any:
+    return (jax.numpy.sum(bound_at(network, params, batch, masked, mask_id=mask_id), axis=1),)
+
+
+def _exact(network: Network, params: Any, batch: Batch, masked: Any, *, mask_id: int) -> Any:
     """Returns the cost of each row under a causal model, and whether all its scored tokens are the
     most likely ones.
     """
-    batch = Batch(tokens, length, given)
     nats_RL, is_top_RL = causal_costs(network, params, batch, mask_id=mask_id)
     return jax.numpy.sum(nats_RL, axis=1), jax.numpy.all(is_top_RL, axis=1)
 
 
-def _guesses(
-    network: Network,
-    params: Params,
-    tokens: jax.Array,
-    length: jax.Array,
-    given: jax.Array,
-    masked: jax.Array,
-    *,
-    mask_id: int,
-) -> tuple[jax.Array, jax.Array]:
+def _guesses(network: Network, params: Any, batch: Batch, masked: Any, *, mask_id: int) -> Any:
     """Returns the most likely id at each position and its log-probability."""
-    del given
-    shown = jax.numpy.where(masked, mask_id, tokens)
+    shown = jax.numpy.where(masked, mask_id, batch.tokens_BL)
 
     def of_row(hidden_LD: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = network.readout(params, hidden_LD)
-        logits = jax.numpy.where(
-            jax.numpy.arange(logits.shape[1])[None] == mask_id, -jax.numpy.inf, logits
-        )
-        best = jax.numpy.max(logits, axis=1)
-        sure = best - jax.nn.logsumexp(logits, axis=1)
+        is_mask = jax.numpy.arange(logits.shape[1])[None] == mask_id
+        logits = jax.numpy.where(is_mask, -jax.numpy.inf, logits)
+        sure = jax.numpy.max(logits, axis=1) - jax.nn.logsumexp(logits, axis=1)
         return jax.numpy.argmax(logits, axis=1), sure
 
-    return jax.lax.map(of_row, network.trunk(params, shown, length, None)[0])
+    return jax.lax.map(of_row, network.trunk(params, shown, batch.length_B, None)[0])
 
 
 Instances = Sequence[Any]
@@ -454,16 +392,12 @@ class Evaluated:
     Args:
       checkpoint: as in `dlm_jax.load`; the shipped model by default.
       draws: number of masks per likelihood.
-      likelihood: ``bound``, or ``chain`` for the exact probability of decoding a continuation from
-        left to right (as in `dlm_jax.order_logprobs`), which needs no masks.
-      batch_size: ignored; the number of rows per call follows the number of requests.
       seed: random seed of the masks and the generated texts.
       dtype: as in `dlm_jax.load`.
       ignore_config: as in `dlm_jax.load`; a text names fields separated by ``+``.
       preset: name of one of the model's presets.
       model: a loaded model, used instead of `checkpoint`.
-      max_batch_size: ignored.
-      device: ignored; JAX chooses the device.
+      batch_size, max_batch_size, device: ignored.
       **settings: settings for generated texts by name (docs/settings.md). ``rules`` can be the name
         of a module.
     """
@@ -473,31 +407,25 @@ class Evaluated:
         checkpoint: str | None = None,
         *,
         draws: int = 32,
-        likelihood: str = "bound",
-        batch_size: int | str = "auto",
         seed: int = 0,
         dtype: str | None = None,
         ignore_config: str | Sequence[str] = (),
         preset: str | None = None,
         model: Model | None = None,
-        max_batch_size: int | None = None,
-        device: str | None = None,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        device: Any = None,
         **settings: Any,
     ):
         super().__init__()
-        del max_batch_size, device
+        del batch_size, max_batch_size, device
         if model is None:
             if isinstance(ignore_config, str):
                 ignore_config = ignore_config.split("+")
             model = load(checkpoint, dtype=dtype, ignore_config=ignore_config)
         self.model = model
-        if not str(batch_size).startswith("auto") and int(batch_size) < 1:
-            raise SettingError("batch_size", batch_size, "must be at least 1")
         self._seed, self._is_chat = int(seed), False
         self._chats: dict[str, np.ndarray] = {}
-        if likelihood not in ("bound", "chain"):
-            raise SettingError("likelihood", likelihood, "is unknown", "use bound or chain")
-        self._is_chain = likelihood == "chain" and not self.model.is_causal
         if isinstance(rules := settings.get("rules"), str):
             settings["rules"] = importlib.import_module(rules)
         self._settings = layered(self.model.preset(preset) if preset else None, settings)
@@ -515,16 +443,11 @@ class Evaluated:
         if self.model.is_causal:
             nats, are_greedy = self._likelihoods.exact(pairs)
         else:
-            nats = self._chain(pairs) if self._is_chain else self._likelihoods.nats(pairs)
+            nats = self._likelihoods.nats(pairs)
             are_greedy = self._likelihoods.are_greedy(pairs)
         found = list(zip((-nats).tolist(), are_greedy, strict=True))
         self._keep("loglikelihood", requests, found)
         return found
-
-    def _chain(self, pairs: Sequence[Pair]) -> np.ndarray:
-        """Returns the negative log-probability of each continuation decoded from left to right."""
-        rows = [DecodingRow(pair.ids, range(pair.given, pair.ids.size)) for pair in pairs]
-        return -order_logprobs(self.model, rows, num_rows=num_slots())
 
     def loglikelihood_rolling(self, requests: Instances) -> list[float]:
         """Returns the log-likelihood of whole texts, scored in windows of the canvas size."""
@@ -539,8 +462,9 @@ class Evaluated:
         """Generates texts; each text ends at its first stop string."""
         asked = []
         for place, request in enumerate(requests):
+            ids = self._chat_ids(request.args[0])
             try:
-                asked.append(asked_of(*request.args, ids=self._chat_ids(request.args[0])))
+                asked.append(asked_of(self.model, *request.args, ids=ids))
             except ValueError as error:
                 raise ValueError(f"request {place}: {error}") from None
         known = with_rules(self._settings.get("rules", ())).request_settings
@@ -550,13 +474,7 @@ class Evaluated:
             one._replace(settings={n: v for n, v in one.settings.items() if n in known})
             for one in asked
         ]
-        found = texts(
-            self.model,
-            asked,
-            common=self._settings,
-            slots=num_slots(),
-            seed=self._seed,
-        )
+        found = texts(self.model, asked, common=self._settings, slots=num_slots(), seed=self._seed)
         self._keep("generate_until", requests, found)
         return found
 

@@ -11,13 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlm_jax import Model, Request, Row
 from dlm_jax.data import Tokenizer, bytes_of
-from dlm_jax.inference.host import Written
-from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import NewText, TextReader
-from dlm_jax.inference.request import Request
-from dlm_jax.inference.results import Row
-from dlm_jax.inference.scoring import TokenLogprobs
 from dlm_jax.serving.tools import Calls
 
 _LEAST = -9999.0
@@ -48,8 +44,7 @@ class Done(NamedTuple):
 class Answer:
     """The rows to run for a request and the objects that form the answer.
 
-    `requests` has one row per choice, grouped by prompt, and `echoes` the text at the start of each
-    choice. `seed` is that of the first row. `scores` has the log-probabilities of echoed prompts.
+    `requests` has one row per choice, grouped by prompt. `seed` is that of the first row.
     """
 
     asked: Any
@@ -59,8 +54,6 @@ class Answer:
     stops: tuple[str, ...]
     stop_ids: tuple[int, ...]
     seed: int
-    echoes: Sequence[str] = ()
-    scores: Mapping[bytes, TokenLogprobs] = field(default_factory=dict)
     _calls: dict[int, Calls] = field(default_factory=dict)
     _ends: dict[int, _TextEnd] = field(default_factory=dict)
 
@@ -76,15 +69,6 @@ class Answer:
         keeps_stop = bool(self.asked.include_stop_str_in_output)
         return TextReader(model, request, self.stops, self.stop_ids, keeps_stop=keeps_stop)
 
-    @property
-    def scores_prompts(self) -> bool:
-        return bool(self.echoes) and self.asked.rivals is not None
-
-    def prompt(self, index: int) -> np.ndarray:
-        """Returns the ids of a choice's prompt, the tokens before its first hole."""
-        (free,) = np.nonzero(self.requests[index].is_open(self.tokenizer.mask_id))
-        return self.requests[index].tokens[: free[0] if free.size else None]
-
     def whole(self, done: Sequence[Done]) -> dict[str, Any]:
         choices = [self._choice(index, one) for index, one in enumerate(done)]
         told = self._head(self.asked.object) | {"choices": choices, "usage": self.usage(done)}
@@ -96,13 +80,6 @@ class Answer:
             return []
         delta, ids = {"role": "assistant", "content": ""}, self._prompt_ids(0)
         return [self._event(index, delta, None) | ids for index in range(len(self.requests))]
-
-    def echo(self, index: int, row: Row) -> list[dict[str, Any]]:
-        """Returns the event that echoes the prompt of a choice, if requested."""
-        if not self.echoes or not self.echoes[index]:
-            return []
-        details = self._details(index, row, range(0))
-        return [self._event(index, self.echoes[index], None, details)]
 
     def grown(
         self, index: int, row: Row, start: int, pieces: Sequence[NewText], done: Done | None
@@ -119,7 +96,7 @@ class Answer:
             text, parts = one.text, []
             if self._may_call:
                 calls = self._calls.setdefault(index, Calls())
-                text, parts = calls.grown(text)
+                text, parts = calls.grown(text, is_last=one.is_last)
                 reason = "tool_calls" if reason is not None and calls.whole else reason
             delta: Any = text if not self._is_chat else {"content": text} if text else {}
             if parts:
@@ -165,7 +142,7 @@ class Answer:
             message: dict[str, Any] = {"role": "assistant", "content": done.text}
             if self._may_call:
                 calls = Calls()
-                calls.grown(done.text)
+                calls.grown(done.text, is_last=True)
                 if calls.whole:
                     choice["finish_reason"] = "tool_calls"
                     message |= {"content": None, "tool_calls": calls.whole}
@@ -173,14 +150,11 @@ class Answer:
         choice |= self._prompt_ids(index)
         if self.is_infill:
             return choice | {"text": done.infilled, "infills": list(done.filled)}
-        return choice | {"text": (self.echoes[index] if self.echoes else "") + done.text}
+        return choice | {"text": done.text}
 
     def _details(self, index: int, row: Row, places: range) -> dict[str, Any]:
         """Returns what is requested of the tokens at `places`."""
         told: dict[str, Any] = {"logprobs": self._logprobs(index, row, places)}
-        if self.asked.read_back:
-            written = [one for one in row.read_back if one.place in places]
-            told["read_back"] = [self._record(one) for one in written]
         if self.asked.return_token_ids:
             told["token_ids"] = row.tokens[places.start : places.stop].tolist()
         return told
@@ -189,29 +163,19 @@ class Answer:
         """Returns the ids of a choice's prompt (the tokens before its first hole), if requested."""
         if not self.asked.return_token_ids:
             return {}
-        return {"prompt_token_ids": self.prompt(index).tolist()}
-
-    def _record(self, written: Written) -> dict[str, Any]:
-        """Returns a written token and the candidates after the chain, most likely first."""
-        told = written.to_json(self.asked.read_back or 0)
-        texts = [self.tokenizer.decode([id_]) for id_ in told["ids"]]
-        return told | {"text": self.tokenizer.decode([written.token]), "texts": texts}
+        (free,) = np.nonzero(self.requests[index].is_open(self.tokenizer.mask_id))
+        ids = self.requests[index].tokens[: free[0] if free.size else None]
+        return {"prompt_token_ids": ids.tolist()}
 
     def _logprobs(self, index: int, row: Row, places: range) -> dict[str, Any] | None:
         """Returns the log-probabilities of the tokens at `places` that were written and, if
-        requested, of their alternatives. With an echo, the tokens of the prompt come first.
+        requested, of their alternatives.
         """
         if self.asked.rivals is None:
             return None
         records = {record.place: record.candidates for record in row.read_back}
-        told = [] if index in self._ends else self._echoed(index)
-        if index not in self._ends:
-            # The text of the choice is behind its echo, or behind the text before its gap.
-            text = self.echoes[index] if self.echoes else ""
-            if self.is_infill and not self.asked.stream:
-                text = self.tokenizer.decode(row.tokens[: places.start])
-            self._ends[index] = _TextEnd(self.tokenizer, len(text))
-        end = self._ends[index]
+        told = []
+        end = self._ends.setdefault(index, _TextEnd(self.tokenizer))
         for place in places:
             id_, tops = int(row.tokens[place]), []
             if not row.is_frozen[place]:
@@ -221,49 +185,28 @@ class Answer:
                 told.append(self._told(id_, float(row.logprobs[place]), tops, end))
             end.add(id_)
         if self._is_chat:
-            return {"content": [one[0] for one in told], "refusal": None}
+            return {"content": told, "refusal": None}
         return self._table(told)
-
-    def _echoed(self, index: int) -> list[tuple[dict[str, Any], int]]:
-        """Returns the tokens of an echoed prompt with their log-probabilities and offsets."""
-        if not self.scores_prompts or not self.prompt(index).size:
-            return []
-        scores, end = self.scores[self.prompt(index).tobytes()], _TextEnd(self.tokenizer)
-        told = []
-        for id_, logprob, ids, tops in zip(*(one.tolist() for one in scores), strict=True):
-            pairs = list(zip(ids, tops, strict=True)) if self.asked.rivals else []
-            one, offset = self._told(id_, logprob, pairs, end)
-            if math.isnan(logprob):  # the first token, which nothing predicts
-                one |= {"logprob": None, "top_logprobs": None}
-            told.append((one, offset))
-            end.add(id_)
-        return told
 
     def _told(
         self, id_: int, logprob: float, tops: list[tuple[int, float]], end: _TextEnd
-    ) -> tuple[dict[str, Any], int]:
-        """Returns a token at the end of a text with its alternatives, most likely first, and its
-        offset.
-        """
+    ) -> dict[str, Any]:
+        """Returns a token at the end of a text with its alternatives, most likely first."""
         # The alternatives and the token itself are from one distribution, and so are equal values.
         logprob = dict(tops).get(id_, logprob)
         shown = sorted(tops, key=lambda one: -one[1])[: self.asked.rivals]
         token = self._token(id_, logprob, end)
-        return token | {"top_logprobs": [self._token(*one, end) for one in shown]}, end.size
+        return token | {"top_logprobs": [self._token(*one, end) for one in shown]}
 
     def _token(self, id_: int, logprob: float, end: _TextEnd) -> dict[str, Any]:
         text, data = end.piece(id_)
         number = logprob if math.isfinite(logprob) else _LEAST
         return {"token": text, "logprob": number, "bytes": list(data)}
 
-    def _table(self, told: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any]:
+    def _table(self, tokens: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns log-probabilities as parallel lists, as in ``/v1/completions``."""
-        tokens = [one for one, _ in told]
         tops = []
         for one in tokens:
-            if one["logprob"] is None:
-                tops.append(None)
-                continue
             # The token itself is always present. Of others with one text, the most likely one is.
             shown = {top["token"]: top["logprob"] for top in reversed(one["top_logprobs"])}
             tops.append(shown | {one["token"]: one["logprob"]})
@@ -271,19 +214,18 @@ class Answer:
             "tokens": [one["token"] for one in tokens],
             "token_logprobs": [one["logprob"] for one in tokens],
             "top_logprobs": tops if self.asked.rivals else None,
-            "text_offset": [offset for _, offset in told],
         }
 
 
 class _TextEnd:
-    """The end of a text to which tokens are added. Its `size` is the offset of the next token.
+    """The end of a text to which tokens are added.
 
     Tokens are decoded behind the previous ones, because a character can have several tokens, and
     some tokenizers decode the first token of a text differently.
     """
 
-    def __init__(self, tokenizer: Tokenizer, size: int = 0):
-        self._tokenizer, self.size = tokenizer, size
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
         self._before: list[int] = []
         self._new: list[int] = []
         self._known = ""  # the text of both
@@ -306,6 +248,5 @@ class _TextEnd:
         if whole.endswith("\N{REPLACEMENT CHARACTER}") and len(self._new) <= 4:
             self._known = whole
             return
-        self.size += len(whole) - len(self._tokenizer.decode(self._before))
         self._before, self._new = self._new, []
         self._known = self._tokenizer.decode(self._before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +24,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import dlm_jax
-from dlm_jax import Counters
-from dlm_jax.inference.engine import AsyncEngine, Engine
-from dlm_jax.inference.model import Model
+from dlm_jax import AsyncEngine, Counters, Engine, Model, Request, Row, Status
 from dlm_jax.inference.reader import NewText, TextReader
-from dlm_jax.inference.request import Request, is_broken
-from dlm_jax.inference.results import Row
+from dlm_jax.inference.request import is_broken
 from dlm_jax.serving.answer import Answer, Done
 from dlm_jax.serving.http import (
     LOGGER,
@@ -50,15 +46,11 @@ from dlm_jax.serving.protocol import (
     ApiError,
     Chat,
     Completion,
-    Detokenize,
     Infill,
     Limits,
     Planner,
     SamplingFields,
-    Tokenize,
-    refused,
 )
-from dlm_jax.types import Status
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -177,7 +169,6 @@ def make_app(
     server = _Server(model, AsyncEngine(engine, steps_per_call=steps_per_call), options, slots)
     routes = [
         Route("/health", server.health),
-        Route("/ping", server.health, methods=["GET", "POST"]),
         Route("/metrics", server.kept(server.metrics_text)),
         Route("/v1/models", server.kept(server.models)),
         Route("/v1/models/{name:path}", server.kept(server.models)),
@@ -185,8 +176,6 @@ def make_app(
             Route(path, server.kept(functools.partial(server.texts, fields)), methods=["POST"])
             for path, fields in _END_POINTS.items()
         ),
-        Route("/tokenize", server.kept(server.tokenize), methods=["POST"]),
-        Route("/detokenize", server.kept(server.detokenize), methods=["POST"]),
     ]
     checks = [Middleware(OwnHost, hosts=options.hosts)] if options.hosts else []
     if options.origins:
@@ -215,7 +204,7 @@ class _Server:
             model, options.name, options.limits, options.defaults, options.length or SHORT
         )
         self._num_rows, self._capacity = 0, slots + options.limits.waiting
-        self._metrics, self._scoring = Metrics(engine.engine), asyncio.Lock()
+        self._metrics = Metrics(engine.engine)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="requests")
         self._began, self._is_warm, self._is_ending = int(time.time()), False, False
 
@@ -318,31 +307,6 @@ class _Server:
     async def _run(self, do: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
-    async def tokenize(self, request: HttpRequest) -> Response:
-        body = await read_body(request, self._options.limits.body)
-
-        def ids() -> list[int]:
-            asked = parsed(Tokenize, body)
-            self._planner.check_model(asked.model)
-            if (asked.prompt is None) == (asked.messages is None):
-                raise refused("pass either prompt or messages", "prompt")
-            if asked.messages is not None:
-                return self._planner.chat_ids(asked.messages, asked)
-            return [*self._model.prefix_ids, *self._planner.encoded(asked.prompt or "", "prompt")]
-
-        found = await self._run(ids)
-        return Json({"tokens": found, "count": len(found), "max_model_len": self._model.max_length})
-
-    async def detokenize(self, request: HttpRequest) -> Response:
-        body = await read_body(request, self._options.limits.body)
-
-        def text() -> str:
-            asked = parsed(Detokenize, body)
-            self._planner.check_model(asked.model)
-            return self._planner.text(asked.tokens, "tokens")
-
-        return Json({"prompt": await self._run(text)})
-
     def _events(self, answer: Answer, path: str, began: float) -> Response:
         admission = contextlib.ExitStack()
         admission.enter_context(self._admitted(len(answer.requests)))
@@ -403,21 +367,8 @@ class _Server:
         finally:
             self._num_rows -= count
 
-    async def _score_prompts(self, answer: Answer) -> None:
-        """Computes the log-probabilities of the prompts, if the answer has them."""
-        if not answer.scores_prompts:
-            return
-        is_over = threading.Event()
-        try:
-            async with self._scoring:  # one at a time, so that each uses the whole machine
-                score = self._planner.score_prompts
-                await asyncio.to_thread(score, answer, lambda: not is_over.is_set())
-        finally:
-            is_over.set()
-
     async def _whole(self, answer: Answer) -> list[Done]:
         """Returns all choices of an answer after the last choice has ended."""
-        await self._score_prompts(answer)
         async with _Group() as group:
             tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
         return [task.result() for task in tasks]
@@ -429,22 +380,17 @@ class _Server:
         began: float,
     ) -> list[Done]:
         """Returns all choices of an answer; events are emitted during generation."""
-        await self._score_prompts(answer)
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         is_first = True
 
         async def run(index: int, request: Request) -> Done:
             nonlocal is_first
-            is_new = True
             try:
                 async with contextlib.aclosing(self._growing(answer, request)) as growing:
                     async for row, reader, pieces, done in growing:
                         if is_first and (done is not None or any(one.text for one in pieces)):
                             self._metrics.first.observe(time.perf_counter() - began)
                             is_first = False
-                        for event in answer.echo(index, row) if is_new else ():
-                            events.put_nowait(event)
-                        is_new = False
                         for event in answer.grown(index, row, reader.start, pieces, done):
                             events.put_nowait(event)
                         if done is not None:

@@ -1,14 +1,15 @@
 """The fields of requests, and their conversion to rows.
 
-Each field is declared once, in the class of its endpoint or in `SamplingFields`; all other fields
-are settings (docs/settings.md). `Planner` converts requests to rows.
+Each field is declared once, in the class of its endpoint or in `SamplingFields`, and described in
+docs/serving.md; all other fields are settings (docs/settings.md). `Planner` converts requests to
+rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal, Self
@@ -17,15 +18,12 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
+from dlm_jax import Model, Request, make_requests
 from dlm_jax.config import layered
 from dlm_jax.hf.chat import RESERVED
-from dlm_jax.inference import scoring
-from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import stops_of
 from dlm_jax.inference.request import (
-    Request,
     check_size,
-    make_requests,
     pattern_of_format,
     settings_of_call,
     structured,
@@ -108,27 +106,15 @@ class StreamOptions(Fields):
     include_usage: bool | None = None
 
 
-class Conversation(Fields):
-    """Options of the chat template, as in vLLM and SGLang.
-
-    Attributes:
-      add_generation_prompt: whether the header of the answer is appended to the turns; true by
-        default.
-      continue_final_message: whether the answer continues the last turn.
-      chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
-    """
-
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
 _ALIASES: dict[str, str] = {
     alias: "max_tokens" if name == "gen_length" else name
     for name, setting in BUILT_IN.settings.items()
     for alias in setting.aliases
 }
 """Fields that have the effect of others, keyed by alias."""
+_IGNORED = {
+    *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+}
 
 
 class SamplingFields(Fields):
@@ -140,21 +126,6 @@ class SamplingFields(Fields):
       prefix_of_id: prefix of answer ids.
       object: ``object`` field of answers.
       event: ``object`` field of stream events.
-      model: name of the model; optional.
-      max_tokens: number of new tokens.
-      max_length: maximum number of tokens per row, including the prompt.
-      n: number of rows per prompt.
-      seed: seed of the first row; random by default.
-      stop: strings that end the answer and are excluded from it. The name of a special token is
-        that token.
-      stop_token_ids: ids that end the answer and are excluded from it.
-      include_stop_str_in_output: whether the answer includes the stop string that ended it.
-      return_token_ids: whether the answer contains the ids of its tokens and of the prompt.
-      stream: whether the answer is a stream of events.
-      stream_options: options of a stream.
-      response_format: format of the answer.
-      read_back: number of candidates per position to return, with their logits.
-      user, store, metadata, service_tier, safety_identifier, prompt_cache_key: ignored.
     """
 
     model_config = pydantic.ConfigDict(extra="allow")
@@ -175,19 +146,14 @@ class SamplingFields(Fields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
-    read_back: int | None = Field(None, ge=1, le=64)
-    user: Any = None
-    store: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _replace_aliases(cls, given: Any) -> Any:
         fields: dict[str, Any] = {}
         for name, value in given.items():
+            if name in _IGNORED:
+                continue
             field: Any = name if name in cls.model_fields else _ALIASES.get(name, name)
             if field in fields and value is None:
                 continue
@@ -209,21 +175,14 @@ class SamplingFields(Fields):
 
     @property
     def rivals(self) -> int | None:
-        """The number of alternatives to return per token; None without log-probabilities."""
+        """The number of alternatives to return per token; 0 returns only the token itself, and None
+        no log-probabilities.
+        """
         return getattr(self, "logprobs", None)
 
 
 class Completion(SamplingFields):
-    """A request to ``/v1/completions``.
-
-    Attributes:
-      prompt: a string, several strings, ids, or several lists of ids.
-      suffix: text after the gap.
-      draft: text to refine after the prompt.
-      echo: whether the answer begins with the prompt.
-      logprobs: number of alternatives to return per token; 0 returns only the token itself. With
-        `echo`, the tokens of the prompt have the values of `scoring.token_logprobs`.
-    """
+    """A request to ``/v1/completions``."""
 
     route = "/v1/completions"
     prefix_of_id = "cmpl"
@@ -232,7 +191,6 @@ class Completion(SamplingFields):
     prompt: str | Ids | list[str] | list[Ids] = ""
     suffix: str | None = None
     draft: str | None = None
-    echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
@@ -325,19 +283,8 @@ class OneTool(Fields):
     function: FunctionName
 
 
-class Chat(SamplingFields, Conversation):
-    """A request to ``/v1/chat/completions``.
-
-    Attributes:
-      messages: the turns so far.
-      max_completion_tokens: newer name of `max_tokens`.
-      draft: draft of the answer to refine.
-      logprobs: whether the log-probabilities of tokens are returned.
-      top_logprobs: number of alternatives to return per token.
-      tools: functions that the model can call, with JSON schemas of their arguments.
-      tool_choice: ``none``, ``auto`` (the default: text or a call), ``required`` or one function.
-      parallel_tool_calls: whether an answer can have several calls; false by default.
-    """
+class Chat(SamplingFields):
+    """A request to ``/v1/chat/completions``."""
 
     model_config = pydantic.ConfigDict(extra="allow")
     route = "/v1/chat/completions"
@@ -347,6 +294,9 @@ class Chat(SamplingFields, Conversation):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     draft: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = Field(None, min_length=1)
@@ -375,15 +325,7 @@ class Chat(SamplingFields, Conversation):
 
 
 class Infill(SamplingFields):
-    """A request to ``/v1/infill``: a prefix and a suffix, or a template.
-
-    Attributes:
-      prefix: text before the gap.
-      suffix: text after the gap.
-      template: text with gaps, written ``<hole:8>``, or ``<hole>`` for a gap of `max_tokens`
-        tokens.
-      logprobs: as in `Completion`.
-    """
+    """A request to ``/v1/infill``: a prefix and a suffix, or a template."""
 
     route = "/v1/infill"
     prefix_of_id = object = event = "infill"
@@ -392,21 +334,6 @@ class Infill(SamplingFields):
     suffix: str | None = None
     template: str | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
-
-
-class Detokenize(Fields):
-    """A request to ``/detokenize``."""
-
-    model: str | None = None
-    tokens: Ids
-
-
-class Tokenize(Conversation):
-    """A request to ``/tokenize``."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
 
 
 @dataclass(frozen=True)
@@ -460,7 +387,7 @@ class Planner:
         Raises:
           ApiError: the request is invalid.
         """
-        self.check_model(asked.model)
+        self._check_model(asked.model)
         if isinstance(asked, Chat):
             return self._chat(asked)
         if isinstance(asked, Infill):
@@ -476,20 +403,17 @@ class Planner:
             raise refused(
                 "stop_token_ids has no effect with a suffix; remove one", "stop_token_ids"
             )
-        if asked.suffix is not None and asked.echo:
-            raise refused("echo has no effect with a suffix; remove one", "echo")
         length = asked.max_tokens
         contents: list[dict[str, Any]] = []
         for prompt in prompts:
-            ids = self.prompt_ids(prompt, "prompt") if isinstance(prompt, str) else prompt
+            ids = self._prompt_ids(prompt, "prompt") if isinstance(prompt, str) else prompt
             if length is None and asked.draft is None:
                 length = max(1, min(self._length, self._room(asked) - len(ids)))
             if asked.suffix is not None:
                 contents.append(self._gap(ids, asked.suffix, length or self._length, "prompt"))
             else:
                 contents.append(_start(ids, asked.draft))
-        echoes = [p if isinstance(p, str) else self.text(p) for p in prompts if asked.echo]
-        return self._answer(asked, "prompt", contents, length, echoes)
+        return self._answer(asked, "prompt", contents, length)
 
     def _chat(self, asked: Chat) -> Answer:
         given = asked.max_tokens, asked.max_completion_tokens
@@ -499,7 +423,7 @@ class Planner:
         if asked.top_logprobs and not asked.logprobs:
             raise refused("top_logprobs has no effect without logprobs=true", "top_logprobs")
         self._check_size(sum(len(one.text) for one in asked.messages), "messages")
-        content = _start(self.chat_ids(asked.messages, asked), asked.draft)
+        content = _start(self._chat_ids(asked), asked.draft)
         return self._answer(asked, "messages", [content], min(lengths, default=None))
 
     def _infill(self, asked: Infill) -> Answer:
@@ -511,7 +435,7 @@ class Planner:
         if asked.template is not None:
             content = {"template": asked.template}
             return self._answer(asked, "template", [content], asked.max_tokens)
-        prefix, length = self.prompt_ids(asked.prefix or "", "prefix"), asked.max_tokens
+        prefix, length = self._prompt_ids(asked.prefix or "", "prefix"), asked.max_tokens
         content = self._gap(prefix, asked.suffix or "", length or self._length, "prefix")
         return self._answer(asked, "prefix", [content], length)
 
@@ -527,28 +451,7 @@ class Planner:
                 with contextlib.suppress(ApiError):  # refused by the model or a limit
                     yield from self.answer(asked).requests
 
-    def score_prompts(self, answer: Answer, goes_on: Callable[[], bool]) -> None:
-        """Sets the log-probabilities of the prompts of an answer that echoes them.
-
-        `goes_on` is as in `scoring.token_logprobs`.
-        """
-        count = answer.asked.n or 1
-        texts = [answer.prompt(index) for index in range(0, len(answer.requests), count)]
-        try:
-            found = scoring.token_logprobs(
-                self.model,
-                [ids for ids in texts if ids.size],
-                num_top=max(1, answer.asked.rivals or 0),
-                goes_on=goes_on,
-            )
-        except ValueError as error:
-            raise refused(f"logprobs with echo: {error}", "logprobs") from None
-        first = 0 if self.model.network.predicts_first else 1
-        if any(not np.isfinite(one.logprobs[first:]).all() for one in found):
-            raise ApiError(500, "the model's logits are not finite", code="non_finite")
-        answer.scores = {one.ids.tobytes(): one for one in found}
-
-    def chat_ids(self, messages: Sequence[Message], asked: Conversation) -> list[int]:
+    def _chat_ids(self, asked: Chat) -> list[int]:
         """Returns the ids of a conversation up to the start of the answer."""
         if self.model.chat is None:
             raise refused(
@@ -569,9 +472,9 @@ class Planner:
                 f"chat_template_kwargs contains {name}, which the server sets; remove it",
                 "chat_template_kwargs",
             )
-        if isinstance(asked, Chat) and asked.tools:
+        if asked.tools:
             more["tools"] = [one.model_dump(exclude_none=True) for one in asked.tools]
-        said = [one.turn for one in messages]
+        said = [one.turn for one in asked.messages]
         try:
             return self.model.chat.ids(
                 said, begins_answer=begins, continues=continues, **more
@@ -579,7 +482,7 @@ class Planner:
         except ValueError as error:
             raise refused(str(error), "messages") from None
 
-    def check_model(self, name: str | None) -> None:
+    def _check_model(self, name: str | None) -> None:
         """Raises `ApiError` for an unknown model."""
         if name is not None and name != self.name:
             message = f"model {name[:100]!r} is not served; use {self.name!r}"
@@ -591,7 +494,6 @@ class Planner:
         content: str,
         contents: list[dict[str, Any]],
         length: int | None,
-        echoes: Sequence[str] = (),
     ) -> Answer:
         """Returns the rows that begin with these contents, which the field `content` gave."""
         settings = self._settings(asked, length)
@@ -619,11 +521,10 @@ class Planner:
                 "send several requests",
                 "n" if count > 1 else "prompt",
             )
-        reads = "read_back" if asked.read_back else "logprobs" if asked.rivals else ""
-        if reads:
+        if asked.rivals:
             settings = self._same_fill(settings)
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
-        common = {"seed": seed, "max_length": self._room(asked), "read_back": bool(reads)}
+        common = {"seed": seed, "max_length": self._room(asked), "read_back": bool(asked.rivals)}
         common |= self._rules | self._defaults
         requests: list[Request] = []
         for place, own in enumerate(contents):
@@ -633,17 +534,14 @@ class Planner:
                     self.model, own | settings, common, *where, known=self._known
                 )
             except ValueError as error:
-                if reads and getattr(error, "name", "") == "fill":
-                    raise refused(f"{reads}: {error}", reads) from None
+                if asked.rivals and getattr(error, "name", "") == "fill":
+                    raise refused(f"logprobs: {error}", "logprobs") from None
                 names = {"tokens": content, "prompt": content, "structure": shape}
                 raise of_value(error, content, **names) from None
             if requests[-1].sample.steps > self.limits.steps:
                 steps, most = requests[-1].sample.steps, self.limits.steps
                 raise refused(f"steps={steps} exceeds {most}; use fewer steps", "steps")
-        repeated = [text for text in echoes for _ in range(count)]
-        return Answer(
-            asked, self.name, self.model.tokenizer, requests, stops, stop_ids, seed, repeated
-        )
+        return Answer(asked, self.name, self.model.tokenizer, requests, stops, stop_ids, seed)
 
     def _same_fill(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Returns the settings with the fill and order of a request without candidates, so that
@@ -717,16 +615,16 @@ class Planner:
         if mask_id in ids:
             raise refused(f"{name} contains MASK ({mask_id}); use a template", name)
         self._check_size(len(suffix), "suffix")
-        behind = np.asarray(self.encoded(suffix, "suffix"), np.int64)
+        behind = np.asarray(self._encoded(suffix, "suffix"), np.int64)
         if length > self.model.max_length:
             raise refused(f"max_tokens={length} exceeds the canvas", "max_tokens")
         tokens = np.concatenate([np.asarray(ids, np.int64), np.full(length, mask_id), behind])
         return {"tokens": tokens, "infill": True}
 
-    def prompt_ids(self, text: str, name: str) -> Sequence[int]:
+    def _prompt_ids(self, text: str, name: str) -> Sequence[int]:
         """Encodes a text at the start of a row, with the ids that the tokenizer puts there."""
         self._check_size(len(text), name)
-        return [*self.model.prefix_ids, *self.encoded(text, name)]
+        return [*self.model.prefix_ids, *self._encoded(text, name)]
 
     def _check_size(self, size: int, name: str) -> None:
         try:
@@ -734,18 +632,11 @@ class Planner:
         except ValueError as error:
             raise refused(str(error), name) from None
 
-    def encoded(self, text: str, name: str) -> Sequence[int]:
+    def _encoded(self, text: str, name: str) -> Sequence[int]:
         """Encodes the text that a client passed in the field `name`."""
         try:
             return self.model.tokenizer.encode(text).tolist()
         except ValueError as error:
-            raise refused(f"{name}: {error}", name) from None
-
-    def text(self, ids: Sequence[int], name: str = "prompt") -> str:
-        """Decodes the ids that a client passed in the field `name`."""
-        try:
-            return self.model.tokenizer.decode(ids)
-        except (ValueError, IndexError, OverflowError) as error:
             raise refused(f"{name}: {error}", name) from None
 
 

@@ -18,6 +18,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Pattern of a function name, as in OpenAI's protocol."""
 
 _HEAD = re.compile(r'[\s}]*\{"name": ?"([A-Za-z0-9_-]{1,64})", ?"arguments": ?')
+_DECODER = json.JSONDecoder()
 _TEXT = r"(?:[^{][\s\S]*)?"
 
 
@@ -50,7 +51,7 @@ def pattern_of(
 
 
 class Calls:
-    """Parses the calls in a streamed text into pieces of ``tool_calls``.
+    """Reads the calls in a streamed text, each when it is complete.
 
     Attributes:
       whole: the calls so far, in the form of a message's ``tool_calls``.
@@ -59,60 +60,28 @@ class Calls:
     def __init__(self) -> None:
         self.whole: list[dict[str, Any]] = []
         self._rest, self._is_talk = "", False
-        self._depth, self._in_string, self._is_escaped, self._is_open = 0, False, False, False
 
-    def grown(self, piece: str) -> tuple[str, list[dict[str, Any]]]:
-        """Returns the text and the parts of calls in the next piece of the answer."""
-        if self._is_talk:
-            return piece, []
+    def grown(self, piece: str, *, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """Returns the text and the calls in the next piece of the answer.
+
+        A call that the last piece does not complete is a text if it is the only one.
+        """
         self._rest += piece
-        if not self.whole and self._rest and self._rest[0] != "{":
-            self._is_talk = True
-            return self._rest, []
-        parts: dict[int, dict[str, Any]] = {}
-        while self._is_open or (head := _HEAD.match(self._rest)):
-            if not self._is_open:
-                assert head is not None
-                self._begin(head[1], parts)
-                self._rest = self._rest[head.end() :]
-            taken, is_whole = self._arguments()
-            self._add(taken, parts)
-            if not is_whole:
+        first = len(self.whole)
+        self._is_talk |= not self.whole and bool(self._rest) and self._rest[0] != "{"
+        while not self._is_talk and (head := _HEAD.match(self._rest)):
+            try:
+                _, end = _DECODER.raw_decode(self._rest, head.end())
+            except ValueError:  # it is not complete
                 break
-        return "", list(parts.values())
-
-    def _begin(self, name: str, parts: dict[int, dict[str, Any]]) -> None:
-        call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-        self.whole.append(call | {"function": {"name": name, "arguments": ""}})
-        self._is_open, self._depth = True, 0
-        index = len(self.whole) - 1
-        parts[index] = {"index": index, **call, "function": {"name": name, "arguments": ""}}
-
-    def _add(self, taken: str, parts: dict[int, dict[str, Any]]) -> None:
-        index = len(self.whole) - 1
-        if not self.whole[index]["function"]["arguments"]:
-            taken = taken.lstrip()
-        self.whole[index]["function"]["arguments"] += taken
-        if taken:
-            part = parts.setdefault(index, {"index": index, "function": {"arguments": ""}})
-            part["function"]["arguments"] += taken
-
-    def _arguments(self) -> tuple[str, bool]:
-        """Returns the arguments of a call in the remaining text and whether they are complete."""
-        for place, c in enumerate(self._rest):
-            if self._in_string:
-                ends = c == '"' and not self._is_escaped
-                self._is_escaped = c == "\\" and not self._is_escaped
-                self._in_string = not ends
-                continue
-            self._in_string = c == '"'
-            self._depth += (c in "{[") - (c in "}]")
-            if self._depth == 0 and c in "}]":
-                taken, self._rest = self._rest[: place + 1], self._rest[place + 1 :]
-                self._is_open = False
-                return taken, True
-        taken, self._rest = self._rest, ""
-        return taken, False
+            function = {"name": head[1], "arguments": self._rest[head.end() : end]}
+            call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            self.whole.append(call | {"function": function})
+            self._rest = self._rest[end:]
+        if self._is_talk or (is_last and not self.whole):
+            text, self._rest = self._rest, ""
+            return text, []
+        return "", [{"index": n, **call} for n, call in enumerate(self.whole) if n >= first]
 
 
 def arguments_of(text: str) -> dict[str, Any]:

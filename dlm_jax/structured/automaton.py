@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -201,28 +202,18 @@ def _power(size: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-class Decoder(Protocol):
-    """What is needed of a tokenizer. ``bytes_of(id)``, if present, returns the bytes of an id, or
-    None if they are unknown.
+def token_bytes(tokenizer: Any, left_out: set[int]) -> dict[bytes, list[int]]:
+    """Maps the bytes of tokens to their ids, including tokens that are a part of a character.
+
+    Of a tokenizer, ``bytes_of(id)``, if present, returns the bytes of an id, or None.
     """
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def mask_id(self) -> int: ...
-
-    def encode(self, text: str) -> np.ndarray: ...
-
-    def decode(self, ids: Any) -> str: ...
-
-
-def token_bytes(tokenizer: Decoder, left_out: set[int]) -> dict[bytes, list[int]]:
-    """Maps the bytes of tokens to their ids, including tokens that are a part of a character."""
     ids_of: dict[bytes, list[int]] = {}
     bytes_of = getattr(tokenizer, "bytes_of", lambda id_: None)
     # Decode after another token, because some tokenizers decode the first token differently.
-    before = _anchor(tokenizer)
+    before: list[int] = []
+    for some in ("a", "e", "0", " "):
+        with contextlib.suppress(ValueError):
+            before = before or tokenizer.encode(some).tolist()
     shown = len(tokenizer.decode(before))
     for id_ in range(tokenizer.vocab_size):
         if id_ in left_out:
@@ -234,16 +225,6 @@ def token_bytes(tokenizer: Decoder, left_out: set[int]) -> dict[bytes, list[int]
     return ids_of
 
 
-def _anchor(tokenizer: Decoder) -> list[int]:
-    """The ids of a short text; empty if no text can be encoded."""
-    for text in ("a", "e", "0", " "):
-        try:
-            return tokenizer.encode(text).tolist()
-        except ValueError:
-            continue
-    return []
-
-
 class Structures:
     """Automata over the vocabulary of a model, compiled once per regular expression.
 
@@ -253,7 +234,7 @@ class Structures:
 
     def __init__(
         self,
-        tokenizer: Decoder,
+        tokenizer: Any,
         vocab_size: int,
         eos_ids: Sequence[int],
         banned_ids: Sequence[int],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dlm_jax.viewing.frames import Changes, Frame, Kind, changes
-from dlm_jax.viewing.plots import plot_confidence, plot_trace
 from dlm_jax.viewing.trace import write_trace
 from dlm_jax.viewing.watch import Watch
 
@@ -13,7 +12,5 @@ __all__ = [
     "Kind",
     "Watch",
     "changes",
-    "plot_confidence",
-    "plot_trace",
     "write_trace",
 ]

@@ -1,6 +1,4 @@
-"""Decodes tokens into whole characters, even if a character consists of several tokens.
-
-The module also defines snapshots of a row (frames) and the changes between them.
+"""Snapshots of a row (frames), the changes between them, and the texts of their tokens.
 
 Shape legend: ``n`` is the number of live positions of the row; frames exclude PAD.
 """
@@ -14,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dlm_jax import Row
 from dlm_jax.data import Tokenizer
-from dlm_jax.inference.results import Row
 
 _BROKEN = "\ufffd"
 # A character has at most four bytes, and therefore at most four tokens.
@@ -159,7 +157,7 @@ def changes(before: Frame | None, after: Frame) -> Changes:
         kinds = np.where(after.is_hole, Kind.HOLE, np.where(is_fresh, Kind.FRESH, Kind.KEPT))
         kinds = np.where(after.is_frozen, Kind.GIVEN, kinds).astype(np.int8)
         return Changes(kinds, np.zeros(0, np.int32), np.full(kinds.size, -1, np.int32))
-    origin = _checked_origin(before, after)
+    origin = np.arange(after.tokens.size) if after.origin is None else after.origin
     is_gone = np.ones(before.tokens.size, bool)
     is_gone[origin[origin >= 0]] = False
     deleted = np.flatnonzero(is_gone).astype(np.int32)
@@ -175,17 +173,6 @@ def changes(before: Frame | None, after: Frame) -> Changes:
     kinds = np.where(origin < 0, Kind.INSERTED, kinds)
     kinds = np.where(after.is_frozen, Kind.GIVEN, kinds).astype(np.int8)
     return Changes(kinds, deleted, origin)
-
-
-def _checked_origin(before: Frame, after: Frame) -> np.ndarray:
-    where = f"frames of row {after.row} at steps {before.step} and {after.step}"
-    if before.row != after.row or before.step > after.step:
-        raise ValueError(f"{where}: the first is of row {before.row}; pass a row's frames in order")
-    if after.origin is not None:
-        return after.origin
-    if after.tokens.size > before.tokens.size:
-        raise ValueError(f"{where}: the row has grown without an origin; pass it")
-    return np.arange(after.tokens.size, dtype=np.int32)
 
 
 def frame_of(number: int, row: Row, *, mask_id: int, steps: int | None = None) -> Frame:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dlm_jax.store.files import replacing
 from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
 
 # Probabilities below exp(-20), -inf and NaN are shown as 0.
@@ -39,13 +40,18 @@ def write_trace(
       title: heading of the page.
       names: labels for ids without text, such as ``{eos_id: "⟨eos⟩"}``.
     """
-    pieces = Pieces(decode, names)
-    data = trace_data(rows, pieces)
-    text = _fill(title, data)
+    # The JSON is ASCII, without characters that could end the script element or start markup.
+    data = json.dumps(trace_data(rows, Pieces(decode, names)), separators=(",", ":"))
+    for sign in "<>&":
+        data = data.replace(sign, f"\\u{ord(sign):04x}")
+    parts = {"title": html.escape(title), "data": data}
+    template = resources.files("dlm_jax.viewing").joinpath("trace.html").read_text("utf-8")
+    text = re.sub(r"\{\{(title|data)\}\}", lambda match: parts[match[1]], template)
     # Lone surrogates become question marks.
     content = text.encode("utf-8", errors="replace")
-    with replacing(path) as file:
-        file.write(content)
+    temporary = Path(f"{os.fspath(path)}.writing")
+    temporary.write_bytes(content)
+    temporary.replace(path)
     return len(content)
 
 
@@ -59,9 +65,7 @@ def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any
     parts: set[int] = set()
     neighbours: set[tuple[int, ...]] = set()
     out = []
-    for index, frames in enumerate(rows):
-        if not frames:
-            raise ValueError(f"row {index} of the trace has no frames; remove it")
+    for frames in rows:
         befores = [None, *frames[:-1]]
         data = [_frame_data(*pair) for pair in zip(befores, frames, strict=True)]
         out.append({"row": frames[0].row, "frames": data})
@@ -71,20 +75,13 @@ def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any
             parts |= set(filter(pieces.is_part, new))
             if parts:
                 neighbours |= _neighbours(frame, parts)
-    if not out:
-        raise ValueError("the trace has no rows; pass the frames of at least one row")
-    texts = {str(token): pieces((token,)) for token in sorted(ids)}
-    return {"pieces": texts, "joined": _joined(neighbours, pieces), "rows": out}
-
-
-def _joined(neighbours: set[tuple[int, ...]], pieces: Pieces) -> dict[str, str]:
-    """Maps ids, separated by spaces, to the character that they form together."""
     joined = {}
     for near in sorted(neighbours):
         near = near[: near.index(-1)] if -1 in near else near
         if whole := pieces.joined(near):
             joined[" ".join(map(str, whole))] = pieces(whole)
-    return joined
+    texts = {str(token): pieces((token,)) for token in sorted(ids)}
+    return {"pieces": texts, "joined": joined, "rows": out}
 
 
 def _neighbours(frame: Frame, parts: set[int]) -> set[tuple[int, ...]]:
@@ -113,7 +110,8 @@ def _frame_data(before: Frame | None, after: Frame) -> dict[str, Any]:
     is_told = np.ones(kinds.size, bool)
     if before is not None and before.tokens.size:
         is_told = (origin < 0) | (now != _columns(before)[:, origin]).any(axis=0)
-        is_told |= kinds != _base_kinds(before)[origin]
+        base = np.where(before.is_hole, Kind.HOLE, Kind.KEPT)  # the kinds without changes
+        is_told |= kinds != np.where(before.is_frozen, Kind.GIVEN, base)[origin]
     places = np.flatnonzero(is_told)
     data: dict[str, Any] = {"s": after.step}
     if before is None or before.status != after.status:
@@ -145,12 +143,6 @@ def _columns(frame: Frame) -> np.ndarray:
     )
 
 
-def _base_kinds(frame: Frame) -> np.ndarray:
-    """The kind of each position if unchanged: `GIVEN`, `HOLE` or `KEPT`."""
-    kinds = np.where(frame.is_hole, Kind.HOLE, Kind.KEPT)
-    return np.where(frame.is_frozen, Kind.GIVEN, kinds)
-
-
 def _runs(origin: np.ndarray) -> list[int]:
     """Runs of `origin` that ascend by one or are all -1, as ``first, count, first, count, ...``."""
     is_new = origin < 0
@@ -163,14 +155,3 @@ def _runs(origin: np.ndarray) -> list[int]:
 def _short(column: np.ndarray) -> Any:
     """The column as a list, or as a single value if all values are equal."""
     return column[0].item() if (column == column[0]).all() else column.tolist()
-
-
-def _fill(title: str, data: dict[str, Any]) -> str:
-    """The page, with title and data inserted."""
-    # The JSON is ASCII, without characters that could end the script element or start markup.
-    text = json.dumps(data, separators=(",", ":"))
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    parts = {"title": html.escape(title), "data": text}
-    template = resources.files("dlm_jax.viewing").joinpath("trace.html").read_text("utf-8")
-    return re.sub(r"\{\{(title|data)\}\}", lambda match: parts[match[1]], template)

@@ -82,12 +82,6 @@ def test_a_length_penalty_divides_by_a_power_of_the_number_of_tokens():
     assert short[0].of() == short[1].of()
 
 
-def test_the_orders_differ():
-    scores = [[_oracle("The ", label, order=order) for label in LABELS] for order in
-              decide.ORDERS]  # fmt: skip
-    assert np.abs(np.subtract(*scores)).max() > 0.01
-
-
 def test_a_prompt_alone_is_the_same_bit_for_bit_as_in_a_batch_and_labels_may_be_permuted():
     labels, prompts = ["s", "r", "a", " "], PROMPTS * 3
     asked = [decide.question(MODEL, prompt, labels) for prompt in prompts]
@@ -178,12 +172,6 @@ def test_bad_input_is_refused_in_a_line_that_names_it(more, line):
     with pytest.raises(ValueError, match=line) as told:
         decide.decide(MODEL, **asked)
     assert "\n" not in str(told.value)
-
-
-def test_more_combinations_than_the_bound_are_refused(monkeypatch):
-    monkeypatch.setattr(decide, "MOST_JOINT", 5)
-    with pytest.raises(ValueError, match="choices have 6 combinations, more than 5"):
-        decide.decide(MODEL, TEMPLATE, SLOTS)
 
 
 def test_labels_follow_the_prefix_of_the_model(monkeypatch):

@@ -1,4 +1,4 @@
-"""Objectives that learn from a teacher, beside formulas in NumPy."""
+"""The loss of a teacher's steps, beside formulas in NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from enumerable import LENGTH, LETTERS, MASK, NETWORK, PARAMS
 
-from dlm_jax.contrib.distillation import certainty, chances, draws, sdtt, walk
+from dlm_jax.contrib.distillation import chances, draw, draws, loss, walk
 from dlm_jax.training import Batch
 
 BANNED = tuple(id_ for id_ in range(enumerable.V) if id_ not in LETTERS)
@@ -35,10 +35,11 @@ def _batch(rows: int = ROWS) -> Batch:
     return Batch(tokens_BL, jnp.full(rows, LENGTH), jnp.zeros(rows, jnp.int32))
 
 
-def _hidden(noise: dict[str, Any]) -> dict[str, Any]:
-    """The noise of rows whose tokens are all hidden."""
-    full_BL = jnp.full((ROWS, LENGTH), MASK)
-    return noise | {"shown": full_BL, "is_hidden": full_BL == MASK}
+def _taught(teacher: Any, noise: Any) -> jax.Array:
+    return walk(
+        NETWORK, teacher, noise["shown"], noise["length"], noise["chance"], noise["draws"],
+        mask_id=MASK, banned_ids=BANNED,
+    )[1]  # fmt: skip
 
 
 @functools.cache
@@ -82,14 +83,14 @@ def _kl(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
 
 def test_the_expected_loss_of_sdtt_is_that_of_its_formula():
     """At time 1 with steps of 1/2: positions of the teacher's first step, then the others."""
-    objective = sdtt(steps=2, teacher_steps=2, mask_id=MASK, banned_ids=BANNED)
-    noise = _hidden(objective.draw(_batch(), jax.random.key(0)))
-    noise["chance"] = chances(jnp.ones(ROWS), 2, 2)
-    noise["total"] = jnp.float32(ROWS * LENGTH)
+    noise = draw(_batch(), jax.random.key(0), steps=2, teacher_steps=2, mask_id=MASK)
+    full_BL = jnp.full((ROWS, LENGTH), MASK)
+    noise |= {"shown": full_BL, "is_hidden": full_BL == MASK}
+    noise |= {"chance": chances(jnp.ones(ROWS), 2, 2), "total": jnp.float32(ROWS * LENGTH)}
 
     @jax.jit
     def run(params: Any) -> Any:
-        return objective.loss(NETWORK, params, objective.teach(NETWORK, PARAMS, noise))
+        return loss(NETWORK, params, PARAMS, noise, _taught(PARAMS, noise), mask_id=MASK)
 
     student = _log_law(STUDENT, EMPTY)
     first, letters = _log_law(PARAMS, EMPTY), np.exp(_log_law(PARAMS, EMPTY, LETTERS))
@@ -107,77 +108,3 @@ def test_the_expected_loss_of_sdtt_is_that_of_its_formula():
     assert float(found.sum / found.weight) == pytest.approx(wanted, abs=0.01)
     gradient = jax.jit(jax.grad(lambda params: run(params).sum))(STUDENT)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
-
-
-def test_one_step_of_the_teacher_itself_leaves_nothing_to_learn():
-    objective = sdtt(steps=4, teacher_steps=1, mask_id=MASK, banned_ids=BANNED)
-    noise = objective.draw(_batch(), jax.random.key(1))
-
-    @jax.jit
-    @jax.value_and_grad
-    def run(params: Any) -> Any:
-        noise_now = objective.teach(NETWORK, PARAMS, noise)
-        return objective.loss(NETWORK, params, noise_now).sum
-
-    value, gradient = run(PARAMS)
-    assert abs(float(value)) < 1e-3
-    assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(gradient)) < 1e-2
-
-
-def test_the_loss_of_certainty_is_that_of_its_formula():
-    objective = certainty(
-        teacher_steps=2, teacher_temperature=1.0, weight=2.0, temperature=0.5, mask_id=MASK,
-        banned_ids=BANNED,
-    )  # fmt: skip
-    noise = objective.draw(_batch(), jax.random.key(2))
-    hidden = np.asarray(noise["is_hidden"])
-
-    def run(params: Any) -> Any:
-        walked = objective.teach(NETWORK, PARAMS, noise)
-        found = objective.loss(NETWORK, params, walked)
-        return found.sum, (found, walked["targets"])
-
-    (_, (found, targets)), gradient = jax.jit(jax.value_and_grad(run, has_aux=True))(STUDENT)
-    assert float(found.weight) == hidden.sum()
-    total = 0.0
-    for row, (shown, own) in enumerate(
-        zip(np.asarray(noise["shown"]), np.asarray(targets), strict=True)
-    ):
-        log_p = _log_law(STUDENT, tuple(shown))
-        cold = _log_law({"table": STUDENT["table"] / 0.5}, tuple(shown))
-        entropy = -(np.exp(cold) * cold).sum(1)
-        for place in np.flatnonzero(hidden[row]):
-            total -= log_p[place, own[place]]
-            total += 2.0 * entropy[place] * (log_p[place].argmax() == own[place])
-    assert set(np.unique(np.asarray(targets))) == set(LETTERS)
-    assert float(found.sum) == pytest.approx(total, rel=1e-4)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
-    assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
-
-
-def test_a_greedy_teacher_writes_the_likeliest_letters():
-    shown_BL = jnp.full((4, LENGTH), MASK)
-    tokens_BL, _ = walk(
-        NETWORK, PARAMS, shown_BL, jnp.full(4, LENGTH), jnp.ones((4, 1)),
-        draws(jax.random.key(0), shown_BL, steps=1), mask_id=MASK, banned_ids=BANNED,
-        temperature=0.0,
-    )  # fmt: skip
-    wanted = _log_law(PARAMS, EMPTY, LETTERS).argmax(1)
-    np.testing.assert_array_equal(np.asarray(tokens_BL), np.tile(wanted, (4, 1)))
-
-
-def test_objectives_of_a_teacher_add_up_over_the_parts_of_a_batch():
-    objective = sdtt(steps=4, teacher_steps=2, mask_id=MASK, banned_ids=BANNED)
-    noise = objective.draw(_batch(8), jax.random.key(5))
-    noise = objective.teach(NETWORK, PARAMS, noise)
-    whole = objective.loss(NETWORK, STUDENT, noise)
-    teacher = {"teacher": noise.pop("teacher")}
-    parts = [
-        objective.loss(
-            NETWORK, STUDENT,
-            jax.tree.map(lambda x, part=part: x[part::2] if x.ndim else x, noise) | teacher,
-        )
-        for part in (0, 1)
-    ]  # fmt: skip
-    assert float(whole.sum) == pytest.approx(sum(float(part.sum) for part in parts), rel=1e-5)
-    assert float(whole.weight) == float(parts[0].weight)

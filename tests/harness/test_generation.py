@@ -20,7 +20,8 @@ def _texts(asked, slots=4):
 
 
 def _asked(**given):
-    return [asked_of(context, {"max_gen_toks": 12, "until": []} | given) for context in CONTEXTS]
+    given = {"max_gen_toks": 12, "until": []} | given
+    return [asked_of(MODEL, context, given) for context in CONTEXTS]
 
 
 def test_any_batch_size_and_order_gives_the_same_texts():
@@ -34,15 +35,15 @@ def test_any_batch_size_and_order_gives_the_same_texts():
 def test_stops_and_lengths_are_obeyed():
     whole = _texts(_asked())
     stop = whole[0][4:6]
-    cut = _texts([asked_of("The cat", {"until": [stop, "zzz"], "max_gen_toks": 12})])
+    cut = _texts([asked_of(MODEL, "The cat", {"until": [stop, "zzz"], "max_gen_toks": 12})])
     assert cut == [whole[0][: whole[0].index(stop)]]
-    short = _texts([asked_of("The cat", {"until": [], "max_gen_toks": 3, "steps": 3})])
+    short = _texts([asked_of(MODEL, "The cat", {"until": [], "max_gen_toks": 3, "steps": 3})])
     assert len(short[0]) == 3
 
 
 def test_no_tokens_are_no_text_and_no_canvas():
-    none = asked_of("The cat", {"until": [], "max_gen_toks": 0})
-    some = asked_of("The cat", {"until": [], "max_gen_toks": 3, "steps": 3})
+    none = asked_of(MODEL, "The cat", {"until": [], "max_gen_toks": 0})
+    some = asked_of(MODEL, "The cat", {"until": [], "max_gen_toks": 3, "steps": 3})
     found = _texts([none, some, none])
     assert [len(text) for text in found] == [0, 3, 0]
 
@@ -56,22 +57,24 @@ def test_no_tokens_are_no_text_and_no_canvas():
 )  # fmt: skip
 def test_bad_arguments_are_refused_by_name(given, told):
     with pytest.raises(ValueError, match=told):
-        asked_of("A", given)
+        asked_of(MODEL, "A", given)
 
 
 def test_names_of_a_length_are_those_of_the_harness():
-    assert asked_of("A", {"max_tokens": 3, "max_new_tokens": 2}).length == 2
-    assert asked_of("A", {"max_gen_toks": None, "max_completion_tokens": 4}).length == 4
+    assert asked_of(MODEL, "A", {"max_tokens": 3, "max_new_tokens": 2}).length == 2
+    assert asked_of(MODEL, "A", {"max_gen_toks": None, "max_completion_tokens": 4}).length == 4
 
 
 def test_without_sampling_the_temperature_is_zero():
-    assert asked_of("A", {"temperature": 0.7}).settings["temperature"] == 0.0
-    assert asked_of("A", {"temperature": 0.7, "do_sample": True}).settings["temperature"] == 0.7
-    assert asked_of("A", {"until": "x"}).until == ("x",)
+    assert asked_of(MODEL, "A", {"temperature": 0.7}).settings["temperature"] == 0.0
+    assert (
+        asked_of(MODEL, "A", {"temperature": 0.7, "do_sample": True}).settings["temperature"] == 0.7
+    )
+    assert asked_of(MODEL, "A", {"until": "x"}).until == ("x",)
 
 
 def test_unknown_settings_are_refused_with_their_request():
     with pytest.raises(ValueError, match="request 1: .*temprature"):
-        _texts([asked_of("A", {}), asked_of("A", {"temprature": 1})])
+        _texts([asked_of(MODEL, "A", {}), asked_of(MODEL, "A", {"temprature": 1})])
     with pytest.raises(ValueError, match="until="):
-        asked_of("A", {"until": [3]})
+        asked_of(MODEL, "A", {"until": [3]})

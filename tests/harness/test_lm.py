@@ -5,21 +5,16 @@ import importlib
 import sys
 import types
 
-import numpy as np
 import published_cases as cases
 import pytest
 import toy
 import toy_model
 
-import dlm_jax
 from dlm_jax.config import SamplingParams
-from dlm_jax.harness.lm import Evaluated, masks_of, pair_of
-from dlm_jax.harness.tasks.shipped import rows
+from dlm_jax.harness.lm import Evaluated, pair_of
 from dlm_jax.hf import ChatTemplate, TextTemplate
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
-from dlm_jax.objectives.likelihood import bound_at
-from dlm_jax.objectives.objective import Batch
 
 MODEL = dataclasses.replace(
     toy_model.MODEL,
@@ -102,9 +97,12 @@ def test_the_beginning_of_an_answer_is_an_open_turn(name, prefix):
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [({"draws": 0}, "num_draws=0"), ({"batch_size": 0}, "batch_size=0"),
-     ({"temprature": 1}, "temprature"), ({"preset": "x"}, "preset='x'")],
-)  # fmt: skip
+    [
+        ({"draws": 0}, "num_draws=0"),
+        ({"temprature": 1}, "temprature"),
+        ({"preset": "x"}, "preset='x'"),
+    ],
+)
 def test_arguments_are_checked_at_once(arguments, told):
     with pytest.raises(ValueError, match=told):
         Evaluated(model=MODEL, **arguments)
@@ -168,20 +166,3 @@ def test_arguments_of_other_models_are_told_and_not_read(capsys):
     ]
     with pytest.raises(ValueError, match="request 1: max_gen_toks=-1"):
         made.generate_until([_asked("The", given), _asked("A", {"max_gen_toks": -1})])
-
-
-@pytest.mark.slow
-def test_scores_of_a_shipped_task_are_those_of_a_plain_loop():
-    model = dlm_jax.load()
-    asked = [(row["context"], choice) for row in rows("shakespeare_cloze")[:4]
-             for choice in row["choices"]]  # fmt: skip
-    found = Evaluated(model=model, draws=4).loglikelihood([_asked(*one) for one in asked])
-    for (context, choice), (loglikelihood, _) in zip(asked, found, strict=True):
-        pair = pair_of(model, context, choice)
-        batch = Batch(pair.ids[None], np.array([pair.ids.size]), np.array([pair.given]))
-        costs = [
-            float(bound_at(model.network, model.params, batch, mask[None],
-                           mask_id=model.tokenizer.mask_id)[0, 0])
-            for mask in masks_of(pair, 4, 0)
-        ]  # fmt: skip
-        np.testing.assert_allclose(-loglikelihood, np.mean(costs), rtol=1e-4)

@@ -105,20 +105,20 @@ def test_token_ids_are_those_of_the_prompt_and_of_the_text(running, path):
 def test_conversations_are_written_as_the_request_asks(running):
     said = {"messages": [{"role": "u", "content": "The cat"}]}
     asked = {"continue_final_message": True, "add_generation_prompt": False}
-    ids = MODEL.tokenizer.encode("The cat").tolist()
-    assert post(running, "/tokenize", said | asked).json()["tokens"] == ids
-    for path in ("/tokenize", "/v1/chat/completions"):
-        for wrong, param in (
-            ({"continue_final_message": True, "add_generation_prompt": True},
-             "continue_final_message"),
-            ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-            ({"chat_template_kwargs": {"continues": 1}}, "chat_template_kwargs"),
-            ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
-        ):  # fmt: skip
-            response = post(running, path, said | wrong)
-            assert response.status_code == 400 and response.json()["error"]["param"] == param
-    made = post(running, "/v1/chat/completions", said | asked | {"chat_template_kwargs": {"x": 1}})
+    path = "/v1/chat/completions"
+    for wrong, param in (
+        ({"continue_final_message": True, "add_generation_prompt": True},
+         "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"continues": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+    ):  # fmt: skip
+        response = post(running, path, said | wrong)
+        assert response.status_code == 400 and response.json()["error"]["param"] == param
+    asked |= {"chat_template_kwargs": {"x": 1}, "return_token_ids": True}
+    made = post(running, path, said | asked)
     assert made.status_code == 200, made.text
+    assert made.json()["prompt_token_ids"] == MODEL.tokenizer.encode("The cat").tolist()
 
 
 @pytest.mark.parametrize("stream", [False, True])

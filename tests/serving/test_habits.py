@@ -1,7 +1,5 @@
 """What clients and browsers send by habit: echoed messages, cross-site requests, odd JSON."""
 
-import dataclasses
-
 import httpx
 import pytest
 from serving_cases import MODEL, client_of, post, serving
@@ -19,15 +17,6 @@ def running():
         yield server
 
 
-def test_a_request_may_ignore_eos_although_the_model_recommends_to_stop_at_it():
-    sample = dataclasses.replace(MODEL.sample, stop_at_eos=True)
-    asked = {"prompt": "The ", "max_tokens": 4, "steps": 4, "seed": 1}
-    with serving(dataclasses.replace(MODEL, sample=sample)) as server:
-        for ignores in (True, False):
-            made = post(server, "/v1/completions", asked | {"ignore_eos": ignores})
-            assert made.status_code == 200, made.text
-
-
 def test_a_gap_may_be_at_the_end_of_its_text(running):
     asked = {"max_tokens": 4, "seed": 1, "steps": 4}
     plain = post(running, "/v1/completions", asked | {"prompt": "The "}).json()["choices"][0]
@@ -39,13 +28,6 @@ def test_a_gap_may_be_at_the_end_of_its_text(running):
         assert choice["text"] == "The " + plain["text"]
     made = post(running, "/v1/completions", asked | {"prompt": "The ", "suffix": ""})
     assert made.json()["choices"][0]["text"] == plain["text"]
-
-
-@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
-def test_an_infill_refuses_stops(running, name):
-    asked = {"prefix": "The ", name: [3] if name.endswith("ids") else "a"}
-    made = post(running, "/v1/infill", asked)
-    assert made.status_code == 400 and made.json()["error"]["param"] == name
 
 
 def test_a_client_may_send_back_the_message_that_it_received(running):
@@ -97,9 +79,8 @@ def test_an_error_names_the_whole_path_of_a_key(running, messages, key):
 
 @pytest.mark.parametrize(
     ("path", "content"),
-    [("/v1/completions", {"prompt": "A"}), ("/v1/chat/completions", {"messages": SAID}),
-     ("/tokenize", {"prompt": "A"}), ("/detokenize", {"tokens": [1]})],
-)  # fmt: skip
+    [("/v1/completions", {"prompt": "A"}), ("/v1/chat/completions", {"messages": SAID})],
+)
 def test_an_unknown_model_is_not_found(running, path, content):
     made = post(running, path, content | {"model": "other"})
     error = made.json()["error"]

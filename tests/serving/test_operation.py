@@ -133,8 +133,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     assert error["param"] == param and "characters exceeds the canvas" in error["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-def test_others_are_answered_while_a_long_text_is_encoded(running, path, monkeypatch):
+def test_others_are_answered_while_a_long_text_is_encoded(running, monkeypatch):
     encodes, goes_on = threading.Event(), threading.Event()
     text = "A" * (128 * MODEL.max_length)  # as long as a text may be
 
@@ -145,11 +144,11 @@ def test_others_are_answered_while_a_long_text_is_encoded(running, path, monkeyp
 
     monkeypatch.setattr(CharacterTokenizer, "encode", encode)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(post, running, path, {"prompt": text})
+        asked = pool.submit(post, running, "/v1/completions", {"prompt": text})
         assert encodes.wait(10)
         assert httpx.get(f"{running.url}/health", timeout=5).status_code == 200
         goes_on.set()
-        assert asked.result().status_code == (200 if path == "/tokenize" else 400)
+        assert asked.result().status_code == 400
 
 
 SLOW = {"prompt": "A ", "max_tokens": 24, "steps": 4000, "resample": True, "order": "threshold",

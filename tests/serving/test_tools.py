@@ -158,6 +158,12 @@ def test_bad_tools_are_refused_by_their_field(running, more, param):
     assert error["param"] == param and "\n" not in error["message"]
 
 
+def test_a_call_that_ends_too_early_is_a_text():
+    made = Calls()
+    assert made.grown('{"name": "f", ') == ("", [])
+    assert made.grown('"arguments": {', is_last=True) == ('{"name": "f", "arguments": {', [])
+
+
 CALLS = '{"name": "f", "arguments":{"a": "}{\\"", "b": [{}]}}\n{"name":"g", "arguments": {}}'
 
 
@@ -168,10 +174,7 @@ def test_a_text_in_any_pieces_has_the_same_calls():
         for first, last in zip(ends, ends[1:], strict=False):
             text, parts = made.grown(CALLS[first:last])
             assert text == ""
-            for part in parts:
-                one = told.setdefault(part["index"], {"name": "", "arguments": ""})
-                one["name"] += part["function"].get("name", "")
-                one["arguments"] += part["function"]["arguments"]
+            told |= {part["index"]: part["function"] for part in parts}
         assert [one["function"] for one in made.whole] == list(told.values())
         return list(told.values())
 
@@ -193,7 +196,7 @@ def test_a_text_with_a_brace_behind_its_first_character_is_no_call(text):
     assert re.fullmatch(pattern, text)
     for cut in range(len(text) + 1):
         made = Calls()
-        pieces = [made.grown(text[:cut]), made.grown(text[cut:])]
+        pieces = [made.grown(text[:cut]), made.grown(text[cut:], is_last=True)]
         assert "".join(told for told, _ in pieces) == text
         assert not made.whole and not any(parts for _, parts in pieces)
 

@@ -11,7 +11,7 @@ import pytest
 from viewing_cases import BYTES, decode, frame, random_row
 
 from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
-from dlm_jax.viewing.trace import trace_data, write_trace
+from dlm_jax.viewing.trace import write_trace
 
 TITLE = "</title><script>throw 1</script> & {{data}} \ud800"
 ROWS = [
@@ -152,22 +152,3 @@ def test_a_page_of_64_rows_is_small(tmp_path):
     size = write_trace(tmp_path / "a.html", [row(i) for i in range(rows)], decode, title="")
     empty = write_trace(tmp_path / "b.html", [[frame("A")]], decode, title="")
     assert (size - empty) / rows * 64 < 3_000_000
-
-
-def test_a_failed_page_leaves_the_old_one_and_no_part(tmp_path):
-    path = tmp_path / "out.html"
-    write_trace(path, ROWS, decode, title="old")
-    old = path.read_bytes()
-    for rows, told in [([], "no rows"), ([[]], "row 0 of the trace has no frames")]:
-        with pytest.raises(ValueError, match=told):
-            write_trace(path, rows, decode, title="new")
-    with pytest.raises(ValueError, match="in order"):
-        write_trace(path, [ROWS[0][::-1]], decode, title="new")
-    assert path.read_bytes() == old
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out.html"]
-
-
-def test_a_log_probability_that_is_no_number_is_shown_as_nothing(tmp_path):
-    odd = frame("AAA", logprobs=[-np.inf, np.nan, 1e-6])
-    (told,) = trace_data([[odd]], Pieces(decode))["rows"][0]["frames"]
-    assert told["l"] == [2000, 2000, 0]

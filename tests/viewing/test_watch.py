@@ -11,7 +11,7 @@ from viewing_cases import decode, frame, random_row
 
 from dlm_jax.viewing import watch as watching
 from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
-from dlm_jax.viewing.watch import Watch, pace_of, wrapped
+from dlm_jax.viewing.watch import Watch, wrapped
 
 
 class Stream(io.StringIO):
@@ -79,14 +79,6 @@ def test_nothing_drawn_in_place_is_higher_or_wider_than_the_terminal():
             assert max(map(len, shown)) < 30
             assert re.search(r"and \d more row", shown[-2])
         assert shown[0].startswith("row 0  step 12/12")
-
-
-def test_a_row_that_got_shorter_leaves_nothing_behind():
-    terminal = Stream(is_terminal=True)
-    watch = Watch(decode, terminal, width=40)
-    watch.show([frame("ACACACA")])
-    watch.show([frame("A", step=1)])
-    assert screen(terminal.getvalue()) == ["row 0  step 1  holes 0  deleted 6", "a", ""]
 
 
 def test_the_header_tells_what_the_step_did():
@@ -195,15 +187,3 @@ def test_a_terminal_shows_each_step_long_enough_and_no_longer_than_the_step_take
     watch.show(frames[2:3])
     assert len(slept) == 1
     assert watch.waited == pytest.approx(0.07)
-
-
-def test_a_pipe_is_not_paced(clock):
-    watch = Watch(decode, Stream(is_terminal=False), width=40, pace=0.1)
-    for frame_ in list(random_row(0, seed=1))[:3]:
-        watch.show([frame_])
-    assert clock[1] == [] and watch.waited == 0.0
-
-
-def test_many_steps_are_shown_faster_so_that_it_lasts_no_longer_than_a_short_film():
-    assert pace_of(1) == pace_of(32) == 0.15
-    assert 1000 * pace_of(1000) == pytest.approx(12.0)

@@ -7,14 +7,12 @@ from typing import Any
 
 
 def shakespeare_cloze(**metadata: object) -> dict[str, Any]:
-    """Loads the data of ``shakespeare_cloze``: lines of Shakespeare, each with four
-    continuations.
-    """
+    """Loads lines of Shakespeare, each with four continuations."""
     return _split("shakespeare_cloze")
 
 
 def arithmetic_words(**metadata: object) -> dict[str, Any]:
-    """Loads the data of ``arithmetic_words``: sums written in words."""
+    """Loads sums written in words."""
     return _split("arithmetic_words")
 
 
