@@ -16,13 +16,13 @@ from jax.sharding import NamedSharding
 from dlm_jax import devices
 from dlm_jax.distributed.partitions import num_shares, split_rows
 from dlm_jax.sampling import draw, vocab
-from dlm_jax.sampling.commit import CommitRule, DrawnTokens, Proposal
+from dlm_jax.sampling.commit import Proposal
 from dlm_jax.sampling.edits.edit_rule import places as all_places
 from dlm_jax.sampling.mask_step import StepProposal, commit_step, fill_input, propose_step
-from dlm_jax.sampling.positions import gather_state, put
+from dlm_jax.sampling.positions import put
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.state import State, step_chain, step_keys
-from dlm_jax.sampling.transforms.transform import At
+from dlm_jax.sampling.propose import FillInput
+from dlm_jax.sampling.state import State
 from dlm_jax.types import Params
 
 _PLACES = 64
@@ -307,11 +307,11 @@ class HostLoop:
         ]
 
 
-def _at(state: State, places_P: jax.Array, is_real_P: jax.Array) -> At:
-    num_positions = state.canvas.tokens_BL.shape[1]
-    row_P, index_P = places_P // num_positions, places_P % num_positions
-    key_P = jax.vmap(jax.random.fold_in)(step_keys(state)[0][row_P], index_P)
-    return At(row_N=row_P, index_N=index_P, key_N=key_P, is_real_N=is_real_P)
+def _fill(program: Program, params: Params, state: State, inputs: StepProposal) -> FillInput:
+    """The input of the fill that drew the candidates."""
+    seen, is_open_BL = inputs.context, inputs.is_open_BL
+    fill = fill_input(program, params, state, inputs.output, seen, is_open_BL, seen.is_visible_BL)
+    return dataclasses.replace(fill, rule=state.rules.commit, rule_state=state.rule_state)
 
 
 def _read(
@@ -328,12 +328,14 @@ def _read(
     `Candidates` by name: ``[P]``, or the largest logits after the chain ``[P, K]``, padded with
     -inf.
     """
-    at = _at(state, places_P, is_real_P)
-    drawable_PV = _drawable(program, params, state, inputs, places_P)
-    chain = step_chain(state)
-    prepared = chain.prepare(state.chain_state, inputs.context)
-    final_PV = chain.apply(prepared, drawable_PV, at).astype(jnp.float32)
-    tokens_P = inputs.filled.proposal.tokens_BL.reshape(-1)[places_P]
+    filled, fill = inputs.filled, _fill(program, params, state, inputs)
+    at = fill.at(places_P, is_real_P)
+    tokens_BL = jnp.where(inputs.is_open_BL, filled.proposal.tokens_BL, -1)
+    level_BL = jnp.zeros_like(tokens_BL) if filled.level_BL is None else filled.level_BL
+    read = state.rules.fill.logits(fill, tokens_BL, level_BL)
+    drawable_PV = read(places_P, jnp.ones(places_P.shape, bool))
+    final_PV = fill.chain.apply(fill.prepared, drawable_PV, at).astype(jnp.float32)
+    tokens_P = filled.proposal.tokens_BL.reshape(-1)[places_P]
     probability_P = jnp.exp(draw.log_prob(final_PV, tokens_P))
     count_P, _ = vocab.count_and_entropy(final_PV)
     top_PK, ids_PK = vocab.largest(final_PV, size)
@@ -348,25 +350,10 @@ def _read(
         "logprobs": (top_PK - max_P[:, None]) - jnp.log1p(rest_P)[:, None],
         "clean_logprobs": clean_PK - jax.nn.logsumexp(clean_PV, axis=1, keepdims=True),
         "num_survivors": count_P.astype(jnp.int32),
-        "is_greedy": chain.is_greedy(at),
+        "is_greedy": fill.chain.is_greedy(at),
         "uniform": jax.vmap(jax.random.uniform)(host_key_P),
     }
     return tokens_P, probability_P, fields
-
-
-def _drawable(
-    program: Program, params: Params, state: State, inputs: StepProposal, places_P: jax.Array
-) -> jax.Array:
-    """Returns the logits before the chain that the candidates were drawn from."""
-    filled = inputs.filled
-    seen = inputs.context
-    fill = fill_input(
-        program, params, state, inputs.output, seen, inputs.is_open_BL, seen.is_visible_BL
-    )
-    tokens_BL = jnp.where(inputs.is_open_BL, filled.proposal.tokens_BL, -1)
-    level_BL = jnp.zeros_like(tokens_BL) if filled.level_BL is None else filled.level_BL
-    read = state.rules.fill.logits(fill, tokens_BL, level_BL)
-    return read(places_P, jnp.ones(places_P.shape, bool))
 
 
 def _choose(
@@ -380,21 +367,9 @@ def _choose(
     final_logprob_P: jax.Array,
 ) -> StepProposal:
     """Returns the inputs with proposals from the host, scored like device proposals."""
-    clean_PV = inputs.output.logits(program.network, params, places_P)
-    logprob_P = draw.log_prob(clean_PV, ids_P)
-    old, rule = inputs.filled.proposal, state.rules.commit
-    assert isinstance(rule, CommitRule), "the request was checked"
-    at, chain = _at(state, places_P, is_hosted_P), step_chain(state)
-    drawn = DrawnTokens(
-        ids_N=ids_P,
-        row_N=at.row_N,
-        logprob_N=logprob_P,
-        filter_logits=lambda: chain.apply(
-            chain.prepare(state.chain_state, inputs.context), clean_PV, at
-        ),
-    )
-    state_P = gather_state(state.rule_state, places_P, inputs.is_open_BL.shape[1])
-    score_P, _ = rule.score(state_P, clean_PV, drawn)
+    fill, old = _fill(program, params, state, inputs), inputs.filled.proposal
+    at, clean_PV = fill.at(places_P, is_hosted_P), fill.logits(places_P)
+    logprob_P, score_P, _ = fill.score_ids(clean_PV, ids_P, at)
     new = Proposal(ids_P, logprob_P, final_logprob_P, score_P)
     new = jax.tree.map(lambda x, y: y.astype(x.dtype), old, new)
     proposal = put(old, places_P, is_hosted_P, new)
