@@ -47,8 +47,9 @@ from dlm_jax.model.attention import BesideClean, InBlocks
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.randomness import key_of
-from dlm_jax.training.plan import lower_step, model_flops, planned_task
+from dlm_jax.training.plan import model_flops, planned_task
 from dlm_jax.training.tasks import Task
+from dlm_jax.training.train_step import abstract_state, init_state, lower_step
 
 HERE = "here"
 """Topology of the rows that run on this machine."""
@@ -249,21 +250,20 @@ def _error(row: Attention, given: Any, found: Any) -> float:
 def training_program(row: Row, mesh: Mesh) -> tuple[jax.stages.Compiled, Task]:
     """The compiled step of a row, and its task."""
     task = planned_task(config_of(row), mesh)
-    stage = task.stage(task.setup.config.train.steps)
-    return lower_step(task, stage, task.abstract_state()).compile(), task
+    return lower_step(task, task.last_stage, abstract_state(task)).compile(), task
 
 
 def measure_training(row: Row, made: tuple[Any, Task], peak: dict[str, float]) -> dict[str, Any]:
     """Milliseconds of a step, tokens per second, utilisation and memory."""
     step, task = made
     tokens = jax.random.randint(
-        jax.random.key(1), (row.rows, row.positions), 0, task.setup.config.model.vocab_size - 3
+        jax.random.key(1), (row.rows, row.positions), 0, task.config.model.vocab_size - 3
     )
     batch = Batch(
         tokens, jnp.full(row.rows, row.positions, jnp.int32), jnp.arange(row.rows, dtype=jnp.int32)
     )
-    batch = jax.device_put(batch, batch_sharding(task.setup.mesh, row.rows))
-    carried, losses = [task.fresh_state(key_of(0))], []
+    batch = jax.device_put(batch, batch_sharding(task.mesh, row.rows))
+    carried, losses = [init_state(task, key_of(0))], []
 
     def run() -> Any:
         carried[0], metrics = step(carried[0], batch, key_of(1))
@@ -272,7 +272,7 @@ def measure_training(row: Row, made: tuple[Any, Task], peak: dict[str, float]) -
 
     seconds = seconds_of(run, least=0.6)
     flops = model_flops(
-        carried[0].params, task.setup.config.model, num_rows=row.rows, num_positions=row.positions
+        carried[0].params, task.config.model, num_rows=row.rows, num_positions=row.positions
     )
     return {
         "ms": 1e3 * seconds,

@@ -520,6 +520,11 @@ class ModelConfig(Section, name="model"):
     )
 
     @property
+    def added_heads(self) -> tuple[str, ...]:
+        """The names of the built-in heads that the model has (`dlm_jax.heads.HEADS`)."""
+        return tuple(n for n in ("sampler", "critic") if getattr(self, f"add_{n}_head"))
+
+    @property
     def size_of_head(self) -> int:
         return self.head_size or self.width // self.heads
 

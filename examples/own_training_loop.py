@@ -39,5 +39,5 @@ for step, batch in enumerate(itertools.islice(made.batches(), 150)):
         print(f"step {step + 1}: {loss:.3f} nats per character")
 
 # %%
-model = dlm_jax.Model(made.network, params, made.setup.tokenizer, config.data.seq_len)
+model = dlm_jax.Model(made.network, params, made.tokenizer, config.data.seq_len)
 print(dlm_jax.generate(model, ["The "], gen_length=40, steps=40, temperature=0.7).texts[0])

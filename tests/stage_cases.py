@@ -3,56 +3,30 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 import toy
 from jax.sharding import Mesh
 
-from dlm_jax.config import (
-    Config,
-    HeadsConfig,
-    MeshConfig,
-    ObjectiveConfig,
-    SamplingParams,
-    TrainConfig,
-)
-from dlm_jax.data import Setup
+from dlm_jax.config import Config, HeadsConfig, MeshConfig, ObjectiveConfig, TrainConfig
 from dlm_jax.distributed.partitions import make_mesh, path_name
-from dlm_jax.heads import HEADS, MAIN, Head
+from dlm_jax.heads import HEADS, Head
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.corruption import LINEAR
-from dlm_jax.objectives.objective import Batch, Mixture, denoising, elbo
-from dlm_jax.training.train_step import Stage, StageLoss
+from dlm_jax.objectives.objective import Batch, Objective, denoising, elbo
+from dlm_jax.training.tasks import Task, make_task
 from dlm_jax.types import Network
 
 ROWS, POSITIONS = 8, 8
-ADDED = HEADS
-"""The built-in heads that a flag adds to a model."""
-WITH_HEADS: dict[str, Any] = {head.switch: True for head in ADDED}
+WITH_HEADS: dict[str, Any] = {f"add_{name}_head": True for name in HEADS}
 MESHES = {
     "one": (MeshConfig(), 1),
     "data": (MeshConfig(data=8), 8),
     "cube": (MeshConfig(data=2, fsdp=2, tensor=2), 8),
 }
-
-
-def staged(
-    network: Network,
-    mixture: Mixture,
-    mesh: Mesh,
-    groups: tuple[str, ...] = (MAIN,),
-    heads: HeadsConfig | None = None,
-) -> StageLoss:
-    """The loss of the stage in which these groups train; the model alone by default."""
-    return StageLoss(
-        network=network,
-        mixture=mixture,
-        heads=records(heads or HeadsConfig(), mesh),
-        stage=Stage(groups),
-        mask_id=toy.MASK,
-    )
 
 
 class Tokenizer:
@@ -62,21 +36,46 @@ class Tokenizer:
     banned_ids, vocab_size = toy.BANNED, toy.VOCAB_SIZE
 
 
-def records(
-    heads: HeadsConfig,
+TOKENIZER: Any = Tokenizer()
+
+
+def config(train: Mapping[str, Any] | None = None, **sections: Any) -> Config:
+    """The config of the toy model with some sections replaced."""
+    given = {"batch_size": ROWS, "init_from": "another run"} | dict(train or {})
+    return Config(**({"model": toy.config()} | sections), train=TrainConfig(**given))
+
+
+def task(
+    network: Network | None = None,
+    objectives: dict[str, Objective] | None = None,
     place: Mesh | None = None,
-    sample: SamplingParams | None = None,
-    **model: Any,
-) -> tuple[Head, ...]:
-    """The records of the heads of a model, by default of all that a flag adds."""
-    config = Config(
-        model=toy.config(**(model or WITH_HEADS)),
+    *,
+    heads: tuple[Head, ...] = (),
+    optimizer: Any = None,
+    **changes: Any,
+) -> Task:
+    """The task of these parts and of a config, without heads by default."""
+    given = objectives or mixture()
+    return make_task(
+        config(**changes),
+        TOKENIZER,
+        place or mesh(),
+        network=network or toy.network(),
+        objective=lambda config, tokenizer: given,
         heads=heads,
-        sample=sample or SamplingParams(),
-        train=TrainConfig(init_from="another run"),
+        optimizer=optimizer,
     )
-    setup = Setup(config, cast(Any, Tokenizer()), place or mesh())
-    return tuple(head for make in HEADS if (head := make(setup)) is not None)
+
+
+def with_heads(network: Network | None = None, **changes: Any) -> Task:
+    """The task of a model of one layer with both heads."""
+    given = {"model": toy.config(depth=1, **WITH_HEADS), "objectives": mixture()} | changes
+    return task(network or model(**WITH_HEADS), **given)
+
+
+def records(heads: HeadsConfig, **model: Any) -> tuple[Head, ...]:
+    """The records of the heads of a model, by default of all that a flag adds."""
+    return with_heads(heads=heads, model=toy.config(**(model or WITH_HEADS))).heads
 
 
 def mesh(name: str = "one") -> Mesh:
@@ -99,7 +98,7 @@ def params(**changes: Any) -> Any:
 
 def main_of(tree: Any) -> Any:
     """Parameters without those of the heads."""
-    return {name: leaf for name, leaf in tree.items() if name not in {head.name for head in HEADS}}
+    return {name: leaf for name, leaf in tree.items() if not name.endswith("_head")}
 
 
 def batch(seed: int) -> Batch:
@@ -110,7 +109,7 @@ def batch(seed: int) -> Batch:
     return Batch(tokens_BL, length_B, np.array([0, 0, 2, 0, 0, 3, 0, 0], np.int32))
 
 
-def mixture(denoising_share: float = 0.0) -> Mixture:
+def mixture(denoising_share: float = 0.0) -> dict[str, Objective]:
     """The ELBO; with denoising, some supervised tokens are shown, and some of those wrongly."""
     parts = {
         "elbo": functools.partial(elbo, schedule=LINEAR, mask_id=toy.MASK),
@@ -122,8 +121,7 @@ def mixture(denoising_share: float = 0.0) -> Mixture:
         ),
     }
     shares = {"elbo": 1.0 - denoising_share, "denoising": denoising_share}
-    used = [name for name, share in shares.items() if share > 0]
-    return Mixture({name: parts[name] for name in used}, {name: shares[name] for name in used})
+    return {name: Objective(parts[name], share=share) for name, share in shares.items() if share}
 
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:

@@ -214,24 +214,18 @@ def distil(
     require(bool(begins), "teacher", settings.teacher, "is empty", "name it, or train.init_from")
     require(kind == "bidirectional", "model.attention_type", kind, "has no steps", "use another")
     task = problem(config, report=report)
-    setup, network, optimizer = task.setup, task.network, task.optimizer()
-    mask_id, sizes = (
-        setup.mask_id,
-        {"steps": settings.steps, "teacher_steps": settings.teacher_steps},
-    )
+    config, tokenizer, mask_id = task.config, task.tokenizer, task.tokenizer.mask_id
+    network, optimizer = task.network, task.optimizer()
+    banned_ids = (*tokenizer.banned_ids, tokenizer.pad_id)
+    sizes = {"steps": settings.steps, "teacher_steps": settings.teacher_steps}
     init_key, noise_key = jax.random.split(key_of(train.seed))
     params = task.start(init_key, report)
     teacher = jax.tree.map(jnp.copy, params)
     if settings.teacher:
-        is_same = load(settings.teacher).tokenizer.to_json() == setup.tokenizer.to_json()
+        is_same = load(settings.teacher).tokenizer.to_json() == tokenizer.to_json()
         require(is_same, "teacher", settings.teacher, "has another vocabulary", "use another")
-        begins = dataclasses.replace(
-            setup.config.train, init_from=settings.teacher, ignore_config=()
-        )
-        config_of_teacher = dataclasses.replace(setup.config, train=begins)
-        setup_of_teacher = dataclasses.replace(setup, config=config_of_teacher)
-        task_of_teacher = dataclasses.replace(task.task, setup=setup_of_teacher)
-        of_teacher = dataclasses.replace(task, task=task_of_teacher)
+        begins = dataclasses.replace(config.train, init_from=settings.teacher, ignore_config=())
+        of_teacher = dataclasses.replace(task, config=dataclasses.replace(config, train=begins))
         try:
             teacher = of_teacher.start(init_key, report)
         except ValueError as error:
@@ -242,7 +236,7 @@ def distil(
         noise = draw(batch, key, mask_id=mask_id, **sizes)
         _, taught_BLD = walk(
             network, teacher, noise["shown"], noise["length"], noise["chance"], noise["draws"],
-            mask_id=mask_id, banned_ids=setup.banned_ids,
+            mask_id=mask_id, banned_ids=banned_ids,
         )  # fmt: skip
 
         def mean(params: Params) -> jax.Array:

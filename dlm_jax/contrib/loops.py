@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 
 import dlm_jax.config
 from dlm_jax.settings import SettingError, require
-from dlm_jax.training import Problem
+from dlm_jax.training import Task
 
 Params = dict[str, Any]
 MODEL, METRICS = "model.safetensors", "metrics.jsonl"
@@ -46,7 +46,7 @@ def say(line: str) -> None:
 
 
 def run(
-    problem: Problem,
+    task: Task,
     state: LoopState,
     take_step: Callable[[LoopState, int], tuple[LoopState, dict[str, Any]]],
     *,
@@ -58,7 +58,7 @@ def run(
     """Trains up to ``train.steps`` from the newest checkpoint, and returns the parameters.
 
     Args:
-      problem: the problem, whose config has the intervals in ``[train]``.
+      task: the training, whose config has the intervals in ``[train]``.
       state: state before the first step.
       take_step: ``(state, step) -> (state, metrics)``, for a step counted from 0.
       settings: a dataclass; a run continues only with the same settings and config.
@@ -69,9 +69,9 @@ def run(
     Raises:
       ValueError: the directory has another run, or a step is not finite.
     """
-    train = problem.setup.config.train
+    train = task.config.train
     out_dir = Path(train.out_dir).absolute()
-    _check_same(out_dir, problem.setup.config, settings)
+    _check_same(out_dir, task.config, settings)
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(out_dir / "checkpoints", options=options) as saved:
         first = saved.latest_step() or 0
@@ -107,7 +107,7 @@ def run(
                 if not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params)):
                     raise ValueError(f"step {done}: a parameter is not finite; lower [optim]")
                 saved.save(done, args=ocp.args.StandardSave(state))
-    problem.save(state.params, out_dir / MODEL)
+    task.save(state.params, out_dir / MODEL)
     return state.params
 
 

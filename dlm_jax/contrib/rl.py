@@ -33,7 +33,7 @@ from dlm_jax.contrib import loops
 from dlm_jax.objectives.losses import Loss, cross_entropy, hidden_of
 from dlm_jax.sampling.rule_tools import key_of
 from dlm_jax.settings import SettingError, require
-from dlm_jax.training import Batch, Problem, problem
+from dlm_jax.training import Batch, Task, problem
 
 Params = dict[str, Any]
 
@@ -336,11 +336,11 @@ def train_policy(
         config = dlm_jax.config.load(str(config))
     _check(config, settings)
     task = problem(config, report=report)
-    config, network = task.setup.config, task.network
+    config, network = task.config, task.network
     if estimator is None and settings.loss == "trace":
         estimator = trace_rl(order=config.sample.order, fill=config.sample.fill)
     elif estimator is None:
-        estimator = diffu_grpo(prompt_mask=settings.prompt_mask, mask_id=task.setup.mask_id)
+        estimator = diffu_grpo(prompt_mask=settings.prompt_mask, mask_id=task.tokenizer.mask_id)
     init_key, noise_key = jax.random.split(key_of(config.train.seed))
     params, optimizer = task.start(init_key, report), task.optimizer()
     reference = jax.tree.map(jnp.copy, params) if settings.kl > 0 else {}
@@ -425,10 +425,9 @@ def train_policy(
 class _Samples:
     """Samples of the policy, of one shape, from one compiled program."""
 
-    def __init__(self, task: Problem, params: Any, settings: PolicySettings, *, reads_trace: bool):
-        self._setup = setup = task.setup
-        config = setup.config
-        model = Model(task.network, params, setup.tokenizer, config.data.seq_len, config.sample)
+    def __init__(self, task: Task, params: Any, settings: PolicySettings, *, reads_trace: bool):
+        self._task, config = task, task.config
+        model = Model(task.network, params, task.tokenizer, config.data.seq_len, config.sample)
         policy = sampler(model, trace=reads_trace)
 
         def draw(params: Any, tokens_BL: Any, length_B: Any, seed_B: Any) -> Any:
@@ -439,7 +438,7 @@ class _Samples:
 
     def __call__(self, params: Any, tokens: Any, given: Any, group: int, step: int) -> Rollout:
         """`group` answers to each prompt. Samples that end with holes are no actions."""
-        config, tokenizer = self._setup.config, self._setup.tokenizer
+        config, tokenizer = self._task.config, self._task.tokenizer
         tokens_BL, given_B = (np.repeat(np.asarray(x), group, axis=0) for x in (tokens, given))
         seq_len, asked = config.data.seq_len, config.sample.gen_length
         length_B = given_B + asked if asked else np.full_like(given_B, seq_len)
@@ -472,9 +471,9 @@ class _Samples:
         return Rollout(**columns)
 
 
-def _rewards(task: Problem, reward: Reward, rows: Any) -> np.ndarray:
+def _rewards(task: Task, reward: Reward, rows: Any) -> np.ndarray:
     """The rewards of the samples, float64 ``[B]``; NaN for unfinished samples."""
-    decode = task.setup.tokenizer.decode
+    decode = task.tokenizer.decode
     ends_B = np.where(rows.step_BL >= 0, np.arange(rows.step_BL.shape[1]) + 1, 0).max(axis=1)
     prompts, answers = [], []
     for tokens, given, end in zip(rows.tokens_BL, rows.given_B, ends_B, strict=True):

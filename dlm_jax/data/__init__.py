@@ -1,6 +1,6 @@
 """Tokenizers, corpora, token files, and the training pipeline."""
 
-from dlm_jax.data.corpus import LAYOUTS, Corpus, Setup, load_corpus
+from dlm_jax.data.corpus import LAYOUTS, Corpus, load_corpus
 from dlm_jax.data.pipeline import train_batches, validation_windows
 from dlm_jax.data.shards import DamagedShard, TokenShards
 from dlm_jax.data.text import BUILTIN_CORPUS, join_documents, read_documents, split_text
@@ -31,7 +31,6 @@ __all__ = [
     "HubTokenizer",
     "LAYOUTS",
     "NO_MASK",
-    "Setup",
     "SubwordTokenizer",
     "TokenShards",
     "Tokenizer",

@@ -1,12 +1,21 @@
-"""The heads of a model, with one file per head."""
+"""The heads of a model, with one file per head.
+
+The file of a built-in head has three functions: ``layers`` and ``function`` make its module, and
+``make_head`` its training. ``model.add_NAME_head`` adds the head NAME, and
+``heads.start_NAME_iteration`` is the first step at which it is trained.
+"""
 
 from __future__ import annotations
 
-from dlm_jax.heads.critic import CRITIC, CriticHead
-from dlm_jax.heads.head import MAIN, BuiltInHead, Head, Stage
-from dlm_jax.heads.sampler import SAMPLER, SamplerHead
+from types import ModuleType
 
-HEADS: tuple[BuiltInHead, ...] = (SamplerHead(), CriticHead())
-"""The built-in heads, in the order in which they are initialised and their losses are summed."""
+from dlm_jax.heads import critic, sampler
+from dlm_jax.heads.critic import CRITIC
+from dlm_jax.heads.head import MAIN, Head
+from dlm_jax.heads.sampler import SAMPLER
 
-__all__ = ["CRITIC", "HEADS", "MAIN", "SAMPLER", "BuiltInHead", "Head", "Stage"]
+HEADS: dict[str, ModuleType] = {"sampler": sampler, "critic": critic}
+"""The files of the built-in heads, in the order in which they are initialised and their losses are
+summed."""
+
+__all__ = ["CRITIC", "HEADS", "MAIN", "SAMPLER", "Head"]

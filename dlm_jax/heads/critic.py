@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from dlm_jax.config import ModelConfig
+from dlm_jax.config import Config, ModelConfig, SamplingParams
+from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import ROWS
-from dlm_jax.heads.head import BuiltInHead, Head
+from dlm_jax.heads.head import Head
 from dlm_jax.objectives.losses import Loss
 from dlm_jax.objectives.objective import Drawn
 from dlm_jax.objectives.processes import noise_process
@@ -22,76 +23,78 @@ from dlm_jax.sampling.rules import AUTO
 from dlm_jax.types import Network, Params, live_positions
 
 CRITIC = "critic_head"
+READS = ("fill", "sampler_min_neighbors_ratio", "sampler_even_odd")
+"""Keys of ``[sample]`` that the critic's training reads."""
 
 
-class CriticHead(BuiltInHead):
-    """The critic head, which predicts which tokens of a filled canvas are wrong."""
+def layers(config: ModelConfig, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
+    """The logit that a token is wrong is a linear map of its hidden vector."""
+    return {"out": linear(config.width, 1, scale=0.0)}
 
-    name = CRITIC
-    switch = "add_critic_head"
-    start = "start_critic_iteration"
-    sampling = ("fill", "sampler_min_neighbors_ratio", "sampler_even_odd")
 
-    def layers(self, config: ModelConfig, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
-        """The logit that a token is wrong is a linear map of its hidden vector."""
-        return {"out": linear(config.width, 1, scale=0.0)}
+def function(
+    config: ModelConfig, layers_of: Callable[[Params], Any], readout: Any
+) -> Callable[[Params, jax.Array], jax.Array]:
+    """``(params, hidden_ND) -> logit_N``, float32: the logit that the token at a position is wrong,
+    from hidden vectors of the filled canvas.
+    """
+    return lambda params, hidden_ND: layers_of(params).out(hidden_ND)[..., 0].astype(jnp.float32)
 
-    def function(
-        self, config: ModelConfig, layers_of: Callable[[Params], Any], readout: Any
-    ) -> Any:
-        """``(params, hidden_ND) -> logit_N``, float32: the logit that the token at a position is
-        wrong, from hidden vectors of the filled canvas.
-        """
-        return lambda params, hidden_ND: (
-            layers_of(params).out(hidden_ND)[..., 0].astype(jnp.float32)
+
+def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> Head:
+    """The training of the critic.
+
+    The critic reads the shown canvas after the model has filled the supervised holes (`fill_holes`)
+    and the gradient flows into the trunk. With noise other than MASK, the loss includes the noised
+    tokens.
+    """
+    settings, shows_noise = config.heads, not noise_process(config.objective).is_masked
+    positions = functools.partial(
+        critic_positions,
+        mask_id=mask_id,
+        masked_only=settings.critic_masked_only,
+        shows_noise=shows_noise,
+    )
+
+    def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The seeds of the fill, uint32 ``[B]``, and the number of positions in the loss."""
+        _, is_judged_BL = positions(drawn)
+        seed_B = jax.random.bits(key, (drawn.shown_BL.shape[0],), jnp.uint32)
+        return seed_B, jnp.sum(is_judged_BL).astype(jnp.float32)
+
+    def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
+        length_B, (seed_B, num_judged) = drawn.batch.length_B, drawn.noise
+        is_hole_BL, is_judged_BL = positions(drawn)
+        fixed, hidden_BLD = jax.lax.stop_gradient((params, drawn.hidden_BLD))
+        candidates_BL = fill_holes(
+            network,
+            fixed,
+            hidden_BLD,
+            drawn.shown_BL,
+            length_B,
+            is_hole_BL,
+            seed_B,
+            sample=config.sample,
+            mask_id=mask_id,
+            banned_ids=banned_ids,
+            in_waves="sampler" in network.heads and not shows_noise,
+        )
+        filled_BL, is_wrong_BL = critic_targets(
+            drawn, candidates_BL, is_hole_BL, shows_noise=shows_noise
+        )
+        return critic_loss(
+            network, params, filled_BL, is_wrong_BL, is_judged_BL, length_B, num_judged
         )
 
-    def training_of(self, setup: Any) -> Head:
-        """The training of the critic.
-
-        The critic reads the shown canvas after the model has filled the supervised holes (`filled`)
-        and the gradient flows into the trunk. With noise other than MASK, the loss includes the
-        noised tokens.
-        """
-        settings = setup.config.heads
-        shows_noise = not noise_process(setup.config.objective).is_masked
-        positions = functools.partial(
-            critic_positions,
-            mask_id=setup.mask_id,
-            masked_only=settings.critic_masked_only,
-            shows_noise=shows_noise,
-        )
-
-        def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """The seeds of the fill, uint32 ``[B]``, and the number of positions in the loss."""
-            _, is_judged_BL = positions(drawn)
-            seed_B = jax.random.bits(key, (drawn.shown_BL.shape[0],), jnp.uint32)
-            return seed_B, jnp.sum(is_judged_BL).astype(jnp.float32)
-
-        def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
-            length_B, (seed_B, num_judged) = drawn.batch.length_B, drawn.noise
-            is_hole_BL, is_judged_BL = positions(drawn)
-            fixed, hidden_BLD = jax.lax.stop_gradient((params, drawn.hidden_BLD))
-            candidates_BL = filled(
-                setup, network, fixed, hidden_BLD, drawn.shown_BL, length_B, is_hole_BL, seed_B
-            )
-            filled_BL, is_wrong_BL = critic_targets(
-                drawn, candidates_BL, is_hole_BL, shows_noise=shows_noise
-            )
-            return critic_loss(
-                network, params, filled_BL, is_wrong_BL, is_judged_BL, length_B, num_judged
-            )
-
-        return Head(
-            name=CRITIC,
-            draw=draw,
-            loss=loss,
-            trains_trunk=True,
-            start=settings.start_critic_iteration,
-            end=settings.end_critic_iteration,
-            weight=settings.critic_alpha,
-            stream=1,
-        )
+    return Head(
+        name=CRITIC,
+        draw=draw,
+        loss=loss,
+        trains_trunk=True,
+        start=settings.start_critic_iteration,
+        end=settings.end_critic_iteration,
+        weight=settings.critic_alpha,
+    )
 
 
 def critic_positions(
@@ -145,15 +148,20 @@ def critic_loss(
     return Loss(jnp.sum(jnp.where(is_judged_BL, loss_BL, 0.0)), total)
 
 
-def filled(setup: Any, network: Network, params: Params, *rows: jax.Array) -> jax.Array:
+def fill_holes(
+    network: Network,
+    params: Params,
+    *rows: jax.Array,
+    sample: SamplingParams,
+    mask_id: int,
+    banned_ids: tuple[int, ...],
+    in_waves: bool,
+) -> jax.Array:
     """Tokens ``[B, L]`` for the holes of a batch, generated with the settings in ``[sample]``.
 
-    If the network has a sampler head, it fills the holes in waves. Without one, and with noise
-    other than MASK, the fill is parallel. Each device fills its own rows. `rows` are the hidden
-    vectors, shown tokens, lengths, holes, and one seed per row.
+    The sampler head fills the holes `in_waves`; otherwise, the fill is parallel. Each device fills
+    its own rows. `rows` are the hidden vectors, shown tokens, lengths, holes, and one seed per row.
     """
-    recommended = setup.config.sample
-    in_waves = "sampler" in network.heads and noise_process(setup.config.objective).is_masked
 
     def fill_rows(params: Params, *rows: jax.Array) -> jax.Array:
         hidden_BLD, shown_BL, length_B, is_hole_BL, seed_B = rows
@@ -162,28 +170,23 @@ def filled(setup: Any, network: Network, params: Params, *rows: jax.Array) -> ja
             "network": network,
             "is_open_BL": is_hole_BL,
             "length_B": length_B,
-            "banned_ids": setup.banned_ids,
+            "banned_ids": banned_ids,
         }
         if not in_waves:
             return parallel_fill(*canvas, **shared).proposal.tokens_BL
         is_live_BL = live_positions(length_B, shown_BL.shape[1])
         fill = wavefront_fill(
             *canvas,
-            is_seen_BL=is_live_BL & (shown_BL != setup.mask_id),
-            ratio=recommended.sampler_min_neighbors_ratio,
+            is_seen_BL=is_live_BL & (shown_BL != mask_id),
+            ratio=sample.sampler_min_neighbors_ratio,
             # As in sampling.
-            is_alternating=recommended.sampler_even_odd or recommended.fill == AUTO,
+            is_alternating=sample.sampler_even_odd or sample.fill == AUTO,
             **shared,
         )
         return fill.proposal.tokens_BL
 
-    if setup.mesh.size > 1:
-        split_rows = P(tuple(axis for axis in ROWS if axis in setup.mesh.axis_names))
-        fill_rows = jax.shard_map(
-            fill_rows,
-            mesh=setup.mesh,
-            in_specs=(P(), *[split_rows] * len(rows)),
-            out_specs=split_rows,
-            check_vma=False,
-        )
+    if (mesh := mesh_in_use()) is not None:
+        split_rows = P(tuple(axis for axis in ROWS if axis in mesh.axis_names))
+        specs = P(), *[split_rows] * len(rows)
+        fill_rows = jax.shard_map(fill_rows, in_specs=specs, out_specs=split_rows, check_vma=False)
     return fill_rows(params, *rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.config import HeadsConfig, ModelConfig
-from dlm_jax.heads.head import BuiltInHead, Head
-from dlm_jax.objectives.losses import Loss, nll, read_out
+from dlm_jax.config import Config, HeadsConfig, ModelConfig
+from dlm_jax.heads.head import Head
+from dlm_jax.objectives.losses import Loss, at_positions, nll, read_logits
 from dlm_jax.objectives.objective import Drawn
 from dlm_jax.objectives.processes import noise_process
 from dlm_jax.sampling.propose import SamplerReadout
@@ -20,105 +21,98 @@ from dlm_jax.types import Network, Params
 SAMPLER = "sampler_head"
 
 
-class SamplerHead(BuiltInHead):
-    """The sampler head, which predicts the token in a hole from hidden vector and neighbours."""
+def layers(config: ModelConfig, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
+    """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
 
-    name = SAMPLER
-    switch = "add_sampler_head"
-    start = "start_sampler_iteration"
+    The LM head maps the MLP's features to logits. The input includes ``model.sampler_context``
+    neighbours on each side, by default one. With ``model.sampler_residual``, the second layer has
+    no SiLU and is initialised to zero, and its output is added to the hidden vector. The layers
+    are created by ``linear(fan_in, fan_out, scale=..., axes=...)`` and ``norm(size)``.
+    """
+    width, inner = config.width, config.sampler_width or config.width
+    num_inputs, scale = 1 + 2 * config.sampler_context, 0.0 if config.sampler_residual else 1.0
+    return {
+        "inner": linear(num_inputs * width, inner, scale=1.0, axes=("embed", "mlp")),
+        "inner_norm": norm(inner),
+        "out": linear(inner, width, scale=scale, axes=("mlp", "embed")),
+        "out_norm": norm(width),
+    }
 
-    def layers(self, config: ModelConfig, linear: Callable[..., Any], norm: Any) -> dict[str, Any]:
-        """A two-layer MLP over a position's hidden vector and the embeddings of its neighbours.
 
-        The LM head maps the MLP's features to logits. The input includes ``model.sampler_context``
-        neighbours on each side, by default one. With ``model.sampler_residual``, the second layer
-        has no SiLU and is initialised to zero, and its output is added to the hidden vector.
-        """
-        width, inner = config.width, config.sampler_width or config.width
-        return {
-            "inner": linear(
-                (1 + 2 * config.sampler_context) * width, inner, scale=1.0, axes=("embed", "mlp")
-            ),
-            "inner_norm": norm(inner),
-            "out": linear(
-                inner, width, scale=0.0 if config.sampler_residual else 1.0, axes=("mlp", "embed")
-            ),
-            "out_norm": norm(width),
-        }
+def function(
+    config: ModelConfig, layers_of: Callable[[Params], Any], readout: Any
+) -> SamplerReadout:
+    """The logits of the head; the nearest neighbour comes first, and missing ones are zero.
 
-    def function(
-        self, config: ModelConfig, layers_of: Callable[[Params], Any], readout: Any
-    ) -> Any:
-        """The logits of the head; the nearest neighbour comes first, and missing ones are zero."""
+    ``layers_of(params)`` has the layers as attributes, and ``readout`` is `Network.readout`.
+    """
 
-        def features(layers: Any, inner_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
-            x_ND = layers.inner_norm(jax.nn.silu(inner_NH))
-            if config.sampler_residual:
-                return layers.out_norm(hidden_ND + layers.out(x_ND))
-            return layers.out_norm(jax.nn.silu(layers.out(x_ND)))
+    def features(layers: Any, inner_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
+        x_ND = layers.inner_norm(jax.nn.silu(inner_NH))
+        if config.sampler_residual:
+            return layers.out_norm(hidden_ND + layers.out(x_ND))
+        return layers.out_norm(jax.nn.silu(layers.out(x_ND)))
 
-        def whole(
-            params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
-        ) -> jax.Array:
-            layers, num = layers_of(params), hidden_ND.shape[0]
-            parts = (left_NCD.reshape(num, -1), hidden_ND, right_NCD.reshape(num, -1))
-            together = jnp.concatenate([x.astype(hidden_ND.dtype) for x in parts], axis=1)
-            return readout(params, features(layers, layers.inner(together), hidden_ND))
+    def whole(
+        params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
+    ) -> jax.Array:
+        layers, num = layers_of(params), hidden_ND.shape[0]
+        parts = (left_NCD.reshape(num, -1), hidden_ND, right_NCD.reshape(num, -1))
+        together = jnp.concatenate([x.astype(hidden_ND.dtype) for x in parts], axis=1)
+        return readout(params, features(layers, layers.inner(together), hidden_ND))
 
-        def sides(params: Params, vector_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # The first layer is linear, so each vector's contribution can be computed once.
-            kernel = layers_of(params).inner.kernel[...].astype(vector_VD.dtype)
-            num, width = vector_VD.shape
-            reach = (kernel.shape[0] // width - 1) // 2
-            parts = kernel.reshape(1 + 2 * reach, width, -1)
+    def sides(params: Params, vector_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # The first layer is linear, so each vector's contribution can be computed once.
+        kernel = layers_of(params).inner.kernel[...].astype(vector_VD.dtype)
+        num, width = vector_VD.shape
+        reach = (kernel.shape[0] // width - 1) // 2
+        parts = kernel.reshape(1 + 2 * reach, width, -1)
 
-            def table(parts_CDH: jax.Array) -> jax.Array:
-                flat = vector_VD @ jnp.moveaxis(parts_CDH, 0, 1).reshape(width, -1)
-                return flat.reshape(num, reach, -1)
+        def table(parts_CDH: jax.Array) -> jax.Array:
+            flat = vector_VD @ jnp.moveaxis(parts_CDH, 0, 1).reshape(width, -1)
+            return flat.reshape(num, reach, -1)
 
-            return table(parts[:reach]), table(parts[reach + 1 :])
+        return table(parts[:reach]), table(parts[reach + 1 :])
 
-        def from_sides(params: Params, sides_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
-            layers, width = layers_of(params), hidden_ND.shape[1]
-            kernel = layers.inner.kernel[...].astype(hidden_ND.dtype)
-            first = (kernel.shape[0] - width) // 2
-            own_NH = hidden_ND @ kernel[first : first + width]
-            inner_NH = own_NH + sides_NH.astype(hidden_ND.dtype)
-            return readout(params, features(layers, inner_NH, hidden_ND))
+    def from_sides(params: Params, sides_NH: jax.Array, hidden_ND: jax.Array) -> jax.Array:
+        layers, width = layers_of(params), hidden_ND.shape[1]
+        kernel = layers.inner.kernel[...].astype(hidden_ND.dtype)
+        first = (kernel.shape[0] - width) // 2
+        own_NH = hidden_ND @ kernel[first : first + width]
+        inner_NH = own_NH + sides_NH.astype(hidden_ND.dtype)
+        return readout(params, features(layers, inner_NH, hidden_ND))
 
-        return SamplerReadout(whole, config.sampler_context, sides, from_sides)
+    return SamplerReadout(whole, config.sampler_context, sides, from_sides)
 
-    def training_of(self, setup: Any) -> Head:
-        """The training of the sampler head, by the mean cross-entropy over supervised positions.
 
-        Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees
-        (benchmarks/results/sampler_head.md, "as described"), and making it warns.
-        """
-        settings, mask_id = setup.config.heads, setup.mask_id
-        process = noise_process(setup.config.objective)
-        if settings.sampler_reveal == 0:
-            warnings.warn(
-                "heads.sampler_reveal=0 trains a sampler head that fills no better than the LM "
-                f"head; use {HeadsConfig.sampler_reveal}",
-                stacklevel=3,
-            )
+def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> Head:
+    """The training of the sampler head, by the mean cross-entropy over supervised positions.
 
-        def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """The revealed positions, and the number of supervised positions."""
-            is_revealed_BL = jax.random.uniform(key, drawn.shown_BL.shape) < settings.sampler_reveal
-            return is_revealed_BL, jnp.sum(drawn.is_supervised_BL()).astype(jnp.float32)
-
-        def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
-            is_revealed_BL, num_supervised = drawn.noise
-            is_noised_BL = None if process.is_masked else drawn.is_supervised_BL()
-            inputs = prepare_sampler_inputs(
-                network, params, drawn, is_revealed_BL, mask_id=mask_id, is_noised_BL=is_noised_BL
-            )
-            return sampler_loss(network, params, inputs, drawn, num_supervised, mask_id=mask_id)
-
-        return Head(
-            name=SAMPLER, draw=draw, loss=loss, start=settings.start_sampler_iteration, stream=0
+    Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees
+    (benchmarks/results/sampler_head.md, "as described"), and making it warns.
+    """
+    settings, process = config.heads, noise_process(config.objective)
+    if settings.sampler_reveal == 0:
+        warnings.warn(
+            "heads.sampler_reveal=0 trains a sampler head that fills no better than the LM "
+            f"head; use {HeadsConfig.sampler_reveal}",
+            stacklevel=3,
         )
+
+    def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The revealed positions, and the number of supervised positions."""
+        is_revealed_BL = jax.random.uniform(key, drawn.shown_BL.shape) < settings.sampler_reveal
+        return is_revealed_BL, jnp.sum(drawn.is_supervised_BL()).astype(jnp.float32)
+
+    def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
+        is_revealed_BL, num_supervised = drawn.noise
+        is_noised_BL = None if process.is_masked else drawn.is_supervised_BL()
+        inputs = prepare_sampler_inputs(
+            network, params, drawn, is_revealed_BL, mask_id=mask_id, is_noised_BL=is_noised_BL
+        )
+        return sampler_loss(network, params, inputs, drawn, num_supervised, mask_id=mask_id)
+
+    return Head(name=SAMPLER, draw=draw, loss=loss, start=settings.start_sampler_iteration)
 
 
 def prepare_sampler_inputs(
@@ -188,14 +182,12 @@ def sampler_loss(
     """
     params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}
     is_supervised_BL = drawn.is_supervised_BL()
-    nll_BL = read_out(
-        nll,
-        network.heads["sampler"].readout,
+    readout = network.heads["sampler"].readout
+    nll_BL = at_positions(
+        functools.partial(nll, functools.partial(read_logits, network, readout, mask_id)),
         params,
-        inputs,
-        (drawn.batch.tokens_BL,),
+        (*inputs, drawn.batch.tokens_BL),
         vocab_size=network.vocab_size,
-        mask_id=mask_id,
         is_read_BL=is_supervised_BL,
     )
     return Loss(jnp.sum(jnp.where(is_supervised_BL, nll_BL, 0.0)), total)

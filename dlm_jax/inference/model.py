@@ -34,7 +34,6 @@ from dlm_jax.distributed.partitions import (
     split_rows,
     undeclared,
 )
-from dlm_jax.heads import HEADS
 from dlm_jax.hf import (
     ChatTemplate,
     fetched,
@@ -380,8 +379,8 @@ def load(
 
 def untrained_heads(config: Config, step: int | None) -> tuple[str, ...]:
     """Returns the model's heads that start to train after this step; empty if it is unknown."""
-    added = [head for head in HEADS if head.start and head.is_added(config.model)]
-    begins = {head.key: getattr(config.heads, head.start) for head in added}
+    added = config.model.added_heads
+    begins = {name: getattr(config.heads, f"start_{name}_iteration") for name in added}
     return () if step is None else tuple(name for name, at in begins.items() if step <= at)
 
 

@@ -25,7 +25,7 @@ from flax import nnx
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import is_concrete, is_on_one_cpu
 from dlm_jax.distributed.partitions import on_own_rows
-from dlm_jax.heads import HEADS, BuiltInHead
+from dlm_jax.heads import HEADS
 from dlm_jax.model import ops
 from dlm_jax.model.attention import attend_beside_clean, attention_weights, seen_keys
 from dlm_jax.model.block import Block
@@ -109,13 +109,13 @@ class Transformer(Trunk):
     def heads(self) -> dict[str, Any]:
         """`Network.heads`."""
 
-        def function(head: BuiltInHead) -> Any:
+        def function(name: str) -> Any:
             def layers_of(params: Params) -> Any:
-                return self.module(head.name, params[head.name])
+                return self.module(f"{name}_head", params[f"{name}_head"])
 
-            return head.function(self.config, layers_of, self.readout)
+            return HEADS[name].function(self.config, layers_of, self.readout)
 
-        return {head.key: function(head) for head in HEADS if head.is_added(self.config)}
+        return {name: function(name) for name in self.config.added_heads}
 
     def inputs(self, tokens_BL: jax.Array) -> jax.Array:
         """The tokens at the input: in a causal network, those before each position."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.heads import HEADS, BuiltInHead
+from dlm_jax.heads import HEADS
 from dlm_jax.model import ops
 from dlm_jax.model.attention import rotary_angles
 from dlm_jax.model.block import Block
@@ -28,13 +28,6 @@ from dlm_jax.types import Axes, Network, Params
 
 Angles = tuple[jax.Array, jax.Array]
 """Cosines and sines ``[L, K/2]``, or ``[B, L, K/2]`` if positions differ between rows."""
-
-
-def head_layers(head: BuiltInHead, config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Dict:
-    """The layers of a built-in head."""
-    linear = functools.partial(Linear, bias=False, rngs=rngs)
-    norm = functools.partial(Norm, kind=config.norm, epsilon=config.norm_epsilon)
-    return nnx.Dict(head.layers(config, linear, norm))
 
 
 @dataclass(frozen=True)
@@ -56,8 +49,9 @@ class Trunk:
             return Linear(
                 *size, scale=0.02, bias=False, rngs=rngs, axes=("embed", "vocab"), is_matrix=False
             )
-        head = next(head for head in HEADS if head.name == name)
-        return head_layers(head, config, rngs=rngs)
+        linear = functools.partial(Linear, bias=False, rngs=rngs)
+        norm = functools.partial(Norm, kind=config.norm, epsilon=config.norm_epsilon)
+        return nnx.Dict(HEADS[name.removesuffix("_head")].layers(config, linear, norm))
 
     def module(self, name: str, params: Params) -> Any:
         """The module `name` with these parameters."""
@@ -171,7 +165,7 @@ class _Parameters(nnx.Module):
         names = ["norm"] + ["head"] * (not config.tied_head)
         names += ["self_conditioning"] * config.self_conditioning
         # Heads are initialised last, so that the other parameters do not depend on them.
-        names += [head.name for head in HEADS if head.is_added(config)]
+        names += [f"{name}_head" for name in config.added_heads]
         for name in names:
             setattr(self, name, trunk.make(name, rngs))
 

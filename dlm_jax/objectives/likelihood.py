@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.objectives.corruption import LINEAR, mask_exactly
-from dlm_jax.objectives.losses import cross_entropy, hidden_of, nll, read_out, unpredicted
+from dlm_jax.objectives.losses import (
+    at_positions,
+    cross_entropy,
+    hidden_of,
+    nll,
+    read_logits,
+    unpredicted,
+)
 from dlm_jax.objectives.objective import Batch, noised_at, process_costs
 from dlm_jax.objectives.processes import Process
 from dlm_jax.types import Network, Params
@@ -178,24 +185,21 @@ def causal_costs(
     """The cost of each free token in nats under a causal model, and whether the token is the most
     likely one, each ``[B, L]``; 0 and True elsewhere. In a tie, the lowest id is the most likely.
     """
+    read = functools.partial(read_logits, network, network.readout, unpredicted(network, mask_id))
 
-    def signed(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
+    def signed(params: Params, hidden_BLD: jax.Array, targets_BL: jax.Array) -> jax.Array:
         # Negative where another token is more likely, where the cost is never 0.
-        is_top_N = jnp.argmax(logits_NV, axis=1) == targets.reshape(-1)
-        nll_N = nll(logits_NV, targets)
-        return jnp.where(is_top_N, nll_N, -nll_N)
+        logits_NV = read(params, [hidden_BLD], targets_BL.ndim)
+        is_top_BL = (jnp.argmax(logits_NV, axis=1) == targets_BL.reshape(-1)).reshape(
+            targets_BL.shape
+        )
+        nll_BL = nll(lambda *_: logits_NV, params, hidden_BLD, targets_BL)
+        return jnp.where(is_top_BL, nll_BL, -nll_BL)
 
     batch = batch if network.predicts_first else batch.with_first_given()
     hidden_BLD, _ = network.trunk(params, batch.tokens_BL, batch.length_B, None)
-    cost_BL = read_out(
-        signed,
-        network.readout,
-        params,
-        (hidden_BLD,),
-        (batch.tokens_BL,),
-        vocab_size=network.vocab_size,
-        mask_id=unpredicted(network, mask_id),
-    )
+    arrays = hidden_BLD, batch.tokens_BL
+    cost_BL = at_positions(signed, params, arrays, vocab_size=network.vocab_size)
     cost_BL = jnp.where(batch.is_free_BL(), cost_BL, 0.0)
     return jnp.abs(cost_BL), cost_BL >= 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +48,11 @@ def hidden_of(
     return network.trunk(params, shown_BL, length_B, None)[0]
 
 
+def unpredicted(network: Network, mask_id: int) -> int:
+    """The id without a probability: MASK, or -1 if all ids have one. See `cross_entropy`."""
+    return mask_id if network.predicts_first else -1
+
+
 def cross_entropy(
     network: Network,
     params: Params,
@@ -61,62 +68,42 @@ def cross_entropy(
     prediction of the first token, which reads no MASK and was trained without one. Positions are
     processed as in `at_positions`.
     """
-    return read_out(
-        nll,
-        network.readout,
+    read = functools.partial(read_logits, network, network.readout, unpredicted(network, mask_id))
+    return at_positions(
+        functools.partial(nll, read),
         params,
-        (hidden_BLD,),
-        (targets_BL,),
+        (hidden_BLD, targets_BL),
         vocab_size=network.vocab_size,
-        mask_id=unpredicted(network, mask_id),
         is_read_BL=is_read_BL,
     )
 
 
-def unpredicted(network: Network, mask_id: int) -> int:
-    """The id without a probability: MASK, or -1 if all ids have one. See `cross_entropy`."""
-    return mask_id if network.predicts_first else -1
+def nll(read: Callable[..., jax.Array], params: Params, *arrays: jax.Array) -> jax.Array:
+    """Negative log-probabilities of the targets, the last of the arrays, which the logits of
+    ``read(params, inputs, ndim)`` give to them (`read_logits`). Used in `at_positions`.
+    """
+    *inputs, targets = arrays
+    logits_NV = read(params, inputs, targets.ndim)
+    chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
+    return (jax.nn.logsumexp(logits_NV, axis=1) - chosen_N).reshape(targets.shape)
 
 
-def _without(mask_id: int, logits_NV: jax.Array) -> jax.Array:
+def read_logits(
+    network: Network,
+    readout: Callable[..., jax.Array],
+    mask_id: int,
+    params: Params,
+    inputs: Sequence[jax.Array],
+    ndim: int,
+) -> jax.Array:
+    """The logits ``[N, V]`` of a head for inputs whose first `ndim` axes are positions; that of
+    MASK is -inf.
+    """
+    logits_NV = readout(params, *(x.reshape(-1, *x.shape[ndim:]) for x in inputs))
+    shape = math.prod(inputs[0].shape[:ndim]), network.vocab_size
+    returned(logits_NV, "Network", "readout", "N, V", shape, jnp.float32)
     is_mask_1V = jnp.arange(logits_NV.shape[1])[None] == mask_id
     return jnp.where(is_mask_1V, -jnp.inf, logits_NV)
-
-
-def read_out(
-    cost: Callable[..., jax.Array],
-    read: Callable[..., jax.Array],
-    params: Params,
-    inputs: tuple[jax.Array, ...],
-    given: tuple[jax.Array, ...],
-    *,
-    vocab_size: int,
-    mask_id: int,
-    is_read_BL: jax.Array | None = None,
-) -> jax.Array:
-    """The values of ``cost(logits_NV, *given) -> [N]`` for any head at every position, ``[B, L]``.
-
-    The head is ``read(params, *inputs) -> logits [N, V]``, with inputs ``[B, L, ...]``; the logit
-    of MASK is set to -inf. The arrays in `given` are ``[B, L]``. Each call to `cost` receives some
-    of their positions, along one or two axes. Positions are processed as in `at_positions`.
-    """
-
-    def measure(params: Params, *arrays: jax.Array) -> jax.Array:
-        own, given = arrays[: len(inputs)], arrays[len(inputs) :]
-        logits_NV = read(params, *(x.reshape(-1, *x.shape[given[-1].ndim :]) for x in own))
-        shape = given[-1].size, vocab_size
-        returned(logits_NV, "Network", "readout", "N, V", shape, jnp.float32)
-        return cost(_without(mask_id, logits_NV), *given).reshape(given[-1].shape)
-
-    return at_positions(
-        measure, params, (*inputs, *given), vocab_size=vocab_size, is_read_BL=is_read_BL
-    )
-
-
-def nll(logits_NV: jax.Array, targets: jax.Array) -> jax.Array:
-    """Negative log-probabilities ``[N]`` of targets of any shape."""
-    chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
-    return jax.nn.logsumexp(logits_NV, axis=1) - chosen_N
 
 
 def at_positions(
@@ -148,12 +135,12 @@ def at_positions(
         arrays, sliced = (*arrays, is_read_BL), _at_read_positions
     else:
         sliced = _in_slices
+    if mesh_in_use() is None:
+        return sliced(measure, arrays[-1].shape, vocab_size)(params, *arrays)
 
     def of_share(params: Any, *arrays: jax.Array) -> jax.Array:
         return sliced(measure, arrays[-1].shape, vocab_size)(params, *arrays)
 
-    if mesh_in_use() is None:
-        return of_share(params, *arrays)
     return on_own_share(of_share, params, arrays, kind="losses")
 
 

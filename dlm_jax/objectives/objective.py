@@ -2,7 +2,7 @@
 
 An `Objective` draws all noise for the whole batch before the network runs. The noise therefore does
 not depend on how the batch is split into microbatches, and the weights are known before the first
-microbatch runs. A `Mixture` divides the rows of a batch among several objectives.
+microbatch runs. `draw_all` divides the rows of a batch among several objectives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from dlm_jax.config import ObjectiveConfig
 from dlm_jax.objectives import corruption
 from dlm_jax.objectives.corruption import Schedule, mask_independently, stratified_times
-from dlm_jax.objectives.losses import Loss, hidden_of, read_out
+from dlm_jax.objectives.losses import Loss, at_positions, hidden_of, read_logits
 from dlm_jax.objectives.processes import HIGHEST_LEVEL, Noise, Process, divergence
 from dlm_jax.types import Network, Params, left_of, live_positions, returned, right_of
 
@@ -90,10 +90,12 @@ class Objective:
         number of times. None means the weighted cross-entropy of the tokens of ``drawn.batch``
         given ``drawn.shown_BL``, for which all such objectives and the heads share one pass of the
         trunk.
+      share: fraction of the rows (rounded) and of the loss; those of a run add up to 1.
     """
 
     draw: Callable[[Batch, jax.Array], Any]
     loss: Callable[[Network, Params, Any], Loss | tuple[jax.Array, jax.Array]] | None = None
+    share: float = 1.0
 
 
 _SMALLEST_TIME = 1e-3
@@ -420,19 +422,20 @@ def process_costs(
     else:  # one canvas after the given tokens
         hidden_BLD = network.behind(params, shown_BL, batch.length_B, batch.given_B)
 
-    def cost(logits_NV: jax.Array, *given: jax.Array) -> jax.Array:
+    def cost(params: Params, hidden_BLD: jax.Array, *given: jax.Array) -> jax.Array:
+        logits_NV = read_logits(
+            network, network.readout, mask_id, params, [hidden_BLD], given[0].ndim
+        )
         clean_N, shown_N, *noise_N = (x.reshape(-1) for x in given)
-        return divergence(logits_NV, clean_N, shown_N, Noise(*noise_N), noise_ids=noise_ids)
+        term_N = divergence(logits_NV, clean_N, shown_N, Noise(*noise_N), noise_ids=noise_ids)
+        return term_N.reshape(given[0].shape)
 
     is_read_BL = noise.weight > 0
-    term_BL = read_out(
+    term_BL = at_positions(
         cost,
-        network.readout,
         params,
-        (hidden_BLD,),
-        (batch.tokens_BL, shown_BL, *noise),
+        (hidden_BLD, batch.tokens_BL, shown_BL, *noise),
         vocab_size=network.vocab_size,
-        mask_id=mask_id,
         is_read_BL=is_read_BL,
     )
     return jnp.where(is_read_BL, noise.weight * term_BL, 0.0)
@@ -464,90 +467,58 @@ def process_elbo(
     return Objective(draw, loss)
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Objectives that are trained together, each on a fraction of the rows of every batch.
+def owners(objectives: Mapping[str, Objective], num_rows: int) -> np.ndarray:
+    """The index of the objective of each row of a batch. Objectives are interleaved."""
+    middle = (np.arange(num_rows) + 0.5) / num_rows
+    # Multiples of the golden ratio spread the rows of every objective over the batch.
+    spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
+    bounds = np.cumsum([objective.share for objective in objectives.values()])[:-1]
+    return np.searchsorted(bounds, middle[spread], side="right")
 
-    Attributes:
-      objectives: objectives, keyed by name. A function is the `draw` of an `Objective`.
-      shares: fraction of the rows (rounded) and of the loss, keyed by name. The fractions add up to
-        1.
-      random_length_share: fraction of batches that are cut; see `at_random_length`.
+
+def draw_all(
+    objectives: Mapping[str, Objective], batch: Batch, key: jax.Array, *, cut: float = 0.0
+) -> Drawn:
+    """The batch of a step, each row of which is noised by one objective. The noise depends only on
+    `key`.
+
+    ``noise`` has what each objective drew: with its own loss, all of it, otherwise its weights and
+    their total. The rows, canvases and weights of all objectives are merged. `cut` is the
+    probability that the batch is cut (`at_random_length`).
     """
-
-    objectives: Mapping[str, Any]
-    shares: Mapping[str, float]
-    random_length_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        named = {
-            name: one if isinstance(one, Objective) else Objective(one)
-            for name, one in self.objectives.items()
-        }
-        object.__setattr__(self, "objectives", named)
-        if set(self.shares) != set(named) or abs(sum(self.shares.values()) - 1) > 1e-3:
+    length_key, *keys = jax.random.split(key, 1 + len(objectives))
+    if cut > 0:
+        batch = at_random_length(batch, length_key, share=cut)
+    shape = batch.tokens_BL.shape
+    merged = Drawn(batch, batch.tokens_BL, jnp.zeros(shape), jnp.zeros(()), {})
+    owner_B = owners(objectives, shape[0])
+    for number, (name, objective) in enumerate(objectives.items()):
+        is_own_B = owner_B == number
+        own = batch._replace(length_B=jnp.where(is_own_B, batch.length_B, 0))
+        drawn = objective.draw(own, keys[number])
+        if objective.loss is not None:
+            merged = merged._replace(noise=merged.noise | {name: drawn})
+            if not isinstance(drawn, Drawn):
+                continue
+        elif not isinstance(drawn, Drawn):
             raise ValueError(
-                f"the shares of a Mixture are {dict(self.shares)}; name {', '.join(named)}, and "
-                "let them add up to 1"
+                f"{name}.draw returned a {type(drawn).__name__}; return a Drawn, or pass "
+                "Objective(draw, loss)"
             )
+        returned(drawn.shown_BL, name, "draw(...).shown_BL", "B, L", shape, jnp.int32)
+        returned(drawn.weight_BL, name, "draw(...).weight_BL", "B, L", shape, float)
+        total = jnp.asarray(drawn.total, jnp.float32)
+        returned(total, name, "draw(...).total", "", (), float)
+        if objective.loss is None:
+            merged = merged._replace(noise=merged.noise | {name: (drawn.weight_BL, total)})
 
-    def draw(self, batch: Batch, key: jax.Array) -> Drawn:
-        """The batch of a step, whose noise depends only on `key`.
+        def choose(new: jax.Array, old: jax.Array, is_new_B: Any = is_own_B) -> jax.Array:
+            return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-        ``noise`` has what each objective drew: with its own loss, all of it, otherwise its weights
-        and their total. The rows, canvases and weights of all objectives are merged.
-        """
-        length_key, *keys = jax.random.split(key, 1 + len(self.objectives))
-        if self.random_length_share > 0:
-            batch = at_random_length(batch, length_key, share=self.random_length_share)
-        shape = batch.tokens_BL.shape
-        merged = Drawn(batch, batch.tokens_BL, jnp.zeros(shape), jnp.zeros(()), {})
-        owner_B = self._owners(shape[0])
-        for number, (name, objective) in enumerate(self.objectives.items()):
-            is_own_B = owner_B == number
-            own = batch._replace(length_B=jnp.where(is_own_B, batch.length_B, 0))
-            drawn = objective.draw(own, keys[number])
-            if objective.loss is not None:
-                merged = merged._replace(noise=merged.noise | {name: drawn})
-                if not isinstance(drawn, Drawn):
-                    continue
-            elif not isinstance(drawn, Drawn):
-                raise ValueError(
-                    f"{name}.draw returned a {type(drawn).__name__}; return a Drawn, or pass "
-                    "Objective(draw, loss)"
-                )
-            returned(drawn.shown_BL, name, "draw(...).shown_BL", "B, L", shape, jnp.int32)
-            returned(drawn.weight_BL, name, "draw(...).weight_BL", "B, L", shape, float)
-            total = jnp.asarray(drawn.total, jnp.float32)
-            returned(total, name, "draw(...).total", "", (), float)
-            if objective.loss is None:
-                merged = merged._replace(noise=merged.noise | {name: (drawn.weight_BL, total)})
-
-            def choose(new: jax.Array, old: jax.Array, is_new_B: Any = is_own_B) -> jax.Array:
-                return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-            merged = merged._replace(
-                batch=Batch(*map(choose, drawn.batch, merged.batch)),
-                shown_BL=choose(drawn.shown_BL, merged.shown_BL),
-                weight_BL=jnp.where(drawn.weight_BL > 0, drawn.weight_BL, merged.weight_BL),
-                total=merged.total + total,
-            )
-        return merged
-
-    def without_rows(self, num_rows: int) -> list[str]:
-        """Names of the objectives that have no row in a batch after rounding."""
-        counts = np.bincount(self._owners(num_rows), minlength=len(self.objectives))
-        return [name for name, count in zip(self.objectives, counts, strict=True) if not count]
-
-    def fills(self, num_rows: int, num_parts: int) -> bool:
-        """Returns whether every objective has a row in each microbatch of a batch."""
-        owner_B, names = self._owners(num_rows), range(len(self.objectives))
-        return all(set(names) <= set(owner_B[part::num_parts]) for part in range(num_parts))
-
-    def _owners(self, num_rows: int) -> np.ndarray:
-        """The index of the objective of each row. Objectives are interleaved."""
-        middle = (np.arange(num_rows) + 0.5) / num_rows
-        # Multiples of the golden ratio spread the rows of every objective over the batch.
-        spread = np.argsort(np.argsort((np.arange(num_rows) * 0.618034) % 1.0))
-        bounds = np.cumsum(list(self.shares.values()))[:-1]
-        return np.searchsorted(bounds, middle[spread], side="right")
+        merged = merged._replace(
+            batch=Batch(*map(choose, drawn.batch, merged.batch)),
+            shown_BL=choose(drawn.shown_BL, merged.shown_BL),
+            weight_BL=jnp.where(drawn.weight_BL > 0, drawn.weight_BL, merged.weight_BL),
+            total=merged.total + total,
+        )
+    return merged

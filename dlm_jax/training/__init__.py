@@ -1,13 +1,21 @@
-"""Training: tasks, heads, stages, the optimiser, the step and the trainer."""
+"""Training: the trainer, and the records of objectives and heads."""
 
-from dlm_jax.data import Setup
 from dlm_jax.heads import Head
 from dlm_jax.objectives.losses import Loss
-from dlm_jax.objectives.objective import Batch, Drawn, Mixture, Objective
-from dlm_jax.training.custom_loop import Problem, problem
-from dlm_jax.training.trainer import Outcome, Run, describe, prepare, run_loop, say, train
+from dlm_jax.objectives.objective import Batch, Drawn, Objective
+from dlm_jax.training.tasks import Task
+from dlm_jax.training.trainer import (
+    Outcome,
+    Run,
+    describe,
+    prepare,
+    problem,
+    run_loop,
+    say,
+    train,
+)
 
 __all__ = [
-    "Batch", "Drawn", "Head", "Loss", "Mixture", "Objective", "Outcome", "Problem", "Run", "Setup",
-    "describe", "prepare", "problem", "run_loop", "say", "train",
+    "Batch", "Drawn", "Head", "Loss", "Objective", "Outcome", "Run", "Task", "describe", "prepare",
+    "problem", "run_loop", "say", "train",
 ]  # fmt: skip

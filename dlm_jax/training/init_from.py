@@ -7,9 +7,7 @@ for published models also ``[model]``, the tokenizer and the chat template.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,11 @@ import numpy as np
 import dlm_jax.config as configs
 from dlm_jax.config import INIT, Config, ModelConfig
 from dlm_jax.data import Corpus, HubTokenizer, Tokenizer, from_json, load_corpus
-from dlm_jax.distributed.mesh import require_room
 from dlm_jax.distributed.partitions import map_named, named_leaves
 from dlm_jax.distributed.processes import on_first_process
 from dlm_jax.hf import (
     KEPT,
     UNPUBLISHED,
-    ChatTemplate,
     fetched,
     is_published,
     read_chat,
@@ -40,9 +36,6 @@ from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.settings import SettingError, require
 from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
 from dlm_jax.store.weights import path_of_model
-from dlm_jax.training.resume import checkpoints_of
-from dlm_jax.training.tasks import Task
-from dlm_jax.training.train_step import TrainState
 from dlm_jax.types import Params
 
 Report = Callable[[str], None]
@@ -60,12 +53,24 @@ the shapes of the parameters are equal.
 def load_data(config: Config, *, report: Report) -> tuple[Config, Corpus]:
     """The config with adopted settings and the vocabulary size of its corpus, and the corpus.
 
+    With ``data.tokenizer=init``, the tokenizer and its chat template are those of
+    ``train.init_from``, or of the resumed run.
+
     Raises:
       ValueError: the corpus or its tokenizer is invalid, or ``model.vocab_size`` is too small.
     """
-    config, theirs = adopt_model(config)
-    tokenizer = theirs or _choose_tokenizer(config, report=report)
-    chat = _chat_template(config, tokenizer) if isinstance(tokenizer, HubTokenizer) else None
+    source, chat = local_source(config), None
+    tokenizer: str | Tokenizer = config.data.tokenizer
+    if source and is_published(source):
+        config, tokenizer = adopt_model(config, source)
+        chat = read_chat(Path(source), tokenizer)
+    elif tokenizer == INIT:
+        with Checkpoints(checkpoints_of(config), keep=1) as saved:
+            is_resumed = on_first_process(saved.steps)
+            meta = saved.read_meta(report=lambda line: None) if is_resumed else {}
+        meta = meta or load_meta(path_of_model(source), report=report)
+        tokenizer = from_json(meta["tokenizer"])
+        chat = saved_chat(meta, tokenizer)
     data, model = config.data, config.model
     corpus = load_corpus(
         data.source,
@@ -100,25 +105,17 @@ def load_data(config: Config, *, report: Report) -> tuple[Config, Corpus]:
     return dataclasses.replace(config, model=model), corpus
 
 
-def adopt_model(config: Config) -> tuple[Config, Tokenizer | None]:
-    """The config with ``[model]`` from the published directory in train.init_from, and its
-    tokenizer.
+def adopt_model(config: Config, source: str) -> tuple[Config, HubTokenizer]:
+    """The config with ``[model]`` from the published directory `source`, and its tokenizer.
 
     Settings of ``[model]`` with their default value are read from the directory. Other settings
     must match the directory. The config determines whether and how a causal model is converted to a
     diffusion model. A converted model has a MASK, whose embedding adapters also train if the causal
     model had none.
 
-    Returns:
-      The new config and the tokenizer, or the unchanged config and None if train.init_from is not a
-      published directory.
-
     Raises:
       ValueError: the directory is unusable, or the config describes a different model.
     """
-    source = _local_path(config)
-    if not source or not is_published(source):
-        return config, None
     theirs, tokenizer = read_shape(
         Path(source), config.train.ignore_config, adds_mask=_adds_mask(config.model)
     )
@@ -140,47 +137,18 @@ def adopt_model(config: Config) -> tuple[Config, Tokenizer | None]:
     return dataclasses.replace(config, model=ModelConfig(**settings)), tokenizer
 
 
-def _choose_tokenizer(config: Config, *, report: Report) -> str | Tokenizer:
-    """The tokenizer that ``data.tokenizer`` selects, as an argument for `load_corpus`.
-
-    ``init`` selects the tokenizer of ``train.init_from``, or of the resumed run.
-    """
-    if config.data.tokenizer != INIT:
-        return config.data.tokenizer
-    meta = _saved_meta(config) or load_meta(path_of_model(_local_path(config)), report=report)
-    return from_json(meta["tokenizer"])
-
-
-def new_state(
-    task: Task, meta: dict[str, Any], key: jax.Array, *, report: Report
-) -> tuple[TrainState, dict[str, Any]]:
-    """The state of a new run, with the parameters of ``train.init_from`` if set, and no metadata of
-    a checkpoint.
-
-    The identity of the run, and what it keeps of a published model, are added to `meta`.
-    """
-    config, source = task.setup.config, _local_path(task.setup.config)
-    meta["run"] = on_first_process(lambda: secrets.token_hex(8))
+def kept_of(config: Config, *, report: Report) -> dict[str, Any]:
+    """The metadata that a new run keeps of the published model in ``train.init_from``."""
+    source = local_source(config)
     if source and is_published(source):
-        meta |= read_kept(Path(source), config.train.ignore_config)
-    elif source:
-        theirs = load_meta(path_of_model(source), report=report)
-        meta |= {name: theirs[name] for name in KEPT if name in theirs}
-    require_room(
-        sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(task.abstract_state())
-        ),
-        task.setup.mesh.devices.flat,
-        "the training state",
-        "use a smaller [model], or split it over more devices with mesh.fsdp",
-    )
-    state = task.fresh_state(key)
-    if source:
-        tokenizer = task.setup.tokenizer
-        params = load_initial_params(config, state.params, tokenizer, report=report)
-        state = state.begun_with(params)
-    return state, {}
+        return read_kept(Path(source), config.train.ignore_config)
+    theirs = load_meta(path_of_model(source), report=report) if source else {}
+    return {name: theirs[name] for name in KEPT if name in theirs}
+
+
+def checkpoints_of(config: Config) -> str:
+    """The location of the checkpoints of a run: a directory, or a URL."""
+    return config.train.checkpoint_dir or str(Path(config.train.out_dir) / "checkpoints")
 
 
 def load_initial_params(
@@ -199,7 +167,7 @@ def load_initial_params(
       ValueError: the model does not exist, differs in its tokenizer, its shape or a setting that
         affects training, or has a config that this version cannot read.
     """
-    source, train = _local_path(config), config.train
+    source, train = local_source(config), config.train
     if not source:
         return fresh
     where = f"train.init_from={source}"
@@ -282,7 +250,7 @@ def _load_published(
     return fresh | params
 
 
-def _local_path(config: Config) -> str:
+def local_source(config: Config) -> str:
     """The local path of ``train.init_from``; a model on the Hub is downloaded."""
     return os.fspath(fetched(config.train.init_from, "train.init_from"))
 
@@ -290,22 +258,3 @@ def _local_path(config: Config) -> str:
 def _adds_mask(model: ModelConfig) -> bool:
     """Whether a run adds MASK to a published model without one. A causal model needs none."""
     return model.attention_type != "causal"
-
-
-def _saved_meta(config: Config) -> dict[str, Any]:
-    """The metadata of the newest checkpoint of the run; empty if there is none."""
-    with Checkpoints(checkpoints_of(config), keep=1) as saved:
-        if not on_first_process(saved.steps):
-            return {}
-        return saved.read_meta(report=lambda line: None)
-
-
-def _chat_template(config: Config, tokenizer: HubTokenizer) -> ChatTemplate | None:
-    """The chat template of ``train.init_from``, or of the resumed run; None if there is none."""
-    source = _local_path(config)
-    if source and is_published(source):
-        return read_chat(Path(source), tokenizer)
-    meta = _saved_meta(config)
-    if not meta and source:
-        meta = load_meta(path_of_model(source), report=lambda line: None)
-    return saved_chat(meta, tokenizer) if meta else None

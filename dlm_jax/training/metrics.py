@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ class MetricsLog:
     """Appends one JSON object per line, and passes the numbers on to trackers.
 
     A killed run may have logged steps after `step` that were not saved. A resumed run repeats these
-    steps, so their lines and a partial last line are removed first. A tracker that fails is
-    reported in one line and no longer used.
+    steps, so their lines and a partial last line are removed first. A tracker, which has ``write``
+    and ``close``, is reported in one line and no longer used if it fails.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class MetricsLog:
         path: str | os.PathLike[str],
         *,
         step: int,
-        trackers: Sequence[Tracker] = (),
+        trackers: Mapping[str, Callable[[], Any]] | None = None,
         report: Callable[[str], None] = print,
     ):
-        self._path, self._trackers, self._report = Path(path), list(trackers), report
+        self._path, self._report = Path(path), report
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Remove the temporary files of a killed run.
         for name in (self._path.name, PICTURE, "config.toml"):
@@ -59,6 +59,10 @@ class MetricsLog:
         valid = [record for record in read_records(self._path) if record["step"] <= step]
         write_whole(self._path, "".join(f"{json.dumps(record)}\n" for record in valid).encode())
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+        self._trackers: dict[str, Any] = {}
+        for name, open_tracker in (trackers or {}).items():
+            with self._reporting(name):
+                self._trackers[name] = open_tracker()
 
     def write(self, **record: Any) -> None:
         """Appends a record and flushes it to the operating system. The record must have a ``kind``
@@ -77,25 +81,24 @@ class MetricsLog:
             for name, value in record.items()
             if name not in ("kind", "step", "time") and isinstance(value, int | float)
         }
-        for tracker in list(self._trackers):
-            with self._reporting(tracker):
+        for name, tracker in list(self._trackers.items()):
+            with self._reporting(name):
                 tracker.write(record["step"], figures)
 
     def close(self) -> None:
         # Closing retries a failed write, whose failure has already been reported.
         with contextlib.suppress(OSError):
             self._file.close()
-        for tracker in list(self._trackers):
-            with self._reporting(tracker):
+        for name, tracker in list(self._trackers.items()):
+            with self._reporting(name):
                 tracker.close()
 
     @contextlib.contextmanager
-    def _reporting(self, tracker: Tracker) -> Iterator[None]:
+    def _reporting(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # not KeyboardInterrupt, after which a tracker is still closed
-            self._trackers.remove(tracker)
-            name = type(tracker).__name__
+            self._trackers.pop(name, None)
             self._report(f"warning: {name} fails ({said(error)}); training continues")
 
 
@@ -185,35 +188,16 @@ class _Wandb:
         self._run.log(figures, step=step)
 
 
-Tracker = _TensorBoard | _Wandb
-_TRACKERS: dict[str, type[Tracker]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+TRACKERS = {"tensorboard": ("tensorboardX", _TensorBoard), "wandb": ("wandb", _Wandb)}
+"""By ``train.trackers``: the package that a tracker needs, and its class."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raises ValueError if the package of a tracker is not installed."""
     for name in names:
-        if importlib.util.find_spec(_PACKAGES[name]) is None:
+        package, _ = TRACKERS[name]
+        if importlib.util.find_spec(package) is None:
             raise ValueError(
-                f"train.trackers={name} requires {_PACKAGES[name]}, which is not installed; "
+                f"train.trackers={name} requires {package}, which is not installed; "
                 f"pip install 'dlm_jax[{name}]'"
             )
-
-
-def open_trackers(
-    names: Sequence[str],
-    out_dir: Path,
-    config: dict[str, Any],
-    identity: str,
-    *,
-    step: int,
-    report: Callable[[str], None],
-) -> list[Tracker]:
-    """The trackers of a run that continues after `step`; one that fails is reported and omitted."""
-    trackers = []
-    for name in names:
-        try:
-            trackers.append(_TRACKERS[name](out_dir, config, identity, step))
-        except Exception as error:
-            report(f"warning: {name} fails ({said(error)}); training continues")
-    return trackers

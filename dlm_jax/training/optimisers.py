@@ -23,8 +23,25 @@ from dlm_jax import devices
 from dlm_jax.config import HeadsConfig, OptimConfig
 from dlm_jax.distributed.partitions import partition
 from dlm_jax.heads import MAIN, Head
-from dlm_jax.training.train_step import KEPT, Stage, group_of
+from dlm_jax.model.lora import GROUP
 from dlm_jax.types import Axes, Params
+
+KEPT = "kept"
+"""The group of parameters that are never trained and have no optimiser state."""
+
+Stage = tuple[str, ...]
+"""The parameter groups that are trained: ``main`` and names of heads, in this order."""
+
+
+def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
+    """The optimiser group of the parameters under a top-level name.
+
+    In a model with adapters (`adapts`), the frozen parameters are in the group `KEPT`.
+    """
+    if any(head.name == name for head in heads):
+        return name
+    return KEPT if adapts and name != GROUP else MAIN
+
 
 # The quintic iteration on the singular values (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -79,22 +96,20 @@ def rates_of(
 
     rates = {MAIN: {name: rate(peak, schedule) for name, peak in peaks.items()}}
     for head in heads:
-        if head.optimizer is None:
-            left = max(1, num_steps - head.start)
-            warmup = min(settings.warmup_steps, left - 1)
-            own = dataclasses.replace(optim, warmup_steps=warmup)
-            of_head = learning_rate(settings.learning_rate, own, num_steps=left)
-            rates[head.name] = {f"{head.metric}_learning_rate": of_head}
+        left = max(1, num_steps - head.start)
+        own = dataclasses.replace(optim, warmup_steps=min(settings.warmup_steps, left - 1))
+        of_head = learning_rate(settings.learning_rate, own, num_steps=left)
+        rates[head.name] = {f"{head.metric}_learning_rate": of_head}
     return rates
 
 
 def rates_at(rates: Rates, heads: Sequence[Head], stage: Stage, step: int) -> dict[str, float]:
     """The learning rates of the groups of a stage at a step (counted from 0), for its metrics."""
-    first = {head.name: head.start + (head.end > head.start) for head in heads}
+    first = {head.name: head.first_step for head in heads}
     return {
         name: float(np.asarray(rate(step - first.get(group, 0))))
         for group, of_group in rates.items()
-        if stage.trains(group)
+        if group in stage
         for name, rate in of_group.items()
     }
 
@@ -260,37 +275,35 @@ def make_grouped_optimizer(
     rates: Rates,
     *,
     axes: Params,
-    num_steps: int,
-    own: optax.GradientTransformation | None = None,
+    main: optax.GradientTransformation | None = None,
+    adapts: bool = False,
 ) -> optax.GradientTransformation:
     """Returns the gradient transformation of a stage, with one group for the model and one per
     head. `rates` are from `rates_of`, and `axes` are the `Axes` of the parameters.
 
-    The main group contains the model, and uses `make_optimizer`, or `own`. Every head has a group
-    with its own optimiser. The default optimiser of a head is gradient clipping to a norm of
-    ``heads.clip`` and AdamW, with a warm-up and cosine that start when its training starts. With
-    ``heads.train_main = false`` the model has no optimiser state, and with adapters only the
-    adapters have an optimiser state. The state has the same structure in every stage. The state and
-    parameters of groups that do not train are unchanged.
+    The main group contains the model, and uses `make_optimizer`, or `main`. The optimiser of a head
+    is gradient clipping to a norm of ``heads.clip`` and AdamW, with a warm-up and cosine that start
+    when its training starts. With ``heads.train_main = false`` the model has no optimiser state,
+    and with adapters (`adapts`) only the adapters have an optimiser state. The state has the same
+    structure in every stage. The state and parameters of groups that do not train are unchanged.
     """
-    main = own or make_optimizer(optim, rates[MAIN], axes=_without_heads(axes, heads))
-    if not heads and not stage.adapts:
+    names = {head.name for head in heads}
+    if main is None:
+        # Matrices in heads, which map to logits or scores, are not the model's.
+        bare = {n: jax.tree.map(lambda _: Axes(), t) for n, t in axes.items() if n in names}
+        main = make_optimizer(optim, rates[MAIN], axes=axes | bare)
+    if not heads and not adapts:
         return main
-
-    def of_head(head: Head) -> optax.GradientTransformation:
-        if head.optimizer is not None:
-            return head.optimizer(max(1, num_steps - head.start))
-        (rate,) = rates[head.name].values()
-        config = dataclasses.replace(
-            optim, name="adamw", clip=settings.clip, weight_decay=settings.weight_decay
-        )
-        return make_optimizer(config, {"learning_rate": rate}, axes=axes)
-
     # Frozen parameters have no optimiser state.
     kept = optax.set_to_zero()
-    groups: dict[Hashable, optax.GradientTransformation] = {KEPT: kept} if stage.adapts else {}
+    groups: dict[Hashable, optax.GradientTransformation] = {KEPT: kept} if adapts else {}
     groups[MAIN] = main if settings.train_main else kept
-    groups |= {head.name: of_head(head) for head in heads}
+    config = dataclasses.replace(
+        optim, name="adamw", clip=settings.clip, weight_decay=settings.weight_decay
+    )
+    for head in heads:
+        (rate,) = rates[head.name].values()
+        groups[head.name] = make_optimizer(config, {"learning_rate": rate}, axes=axes)
 
     def frozen(group: optax.GradientTransformation) -> optax.GradientTransformation:
         """A transformation with the state of `group` that changes nothing."""
@@ -300,21 +313,12 @@ def make_grouped_optimizer(
 
     def group_by_leaf(params: Params) -> Params:
         return {
-            name: jax.tree.map(lambda _, n=name: group_of(n, heads, adapts=stage.adapts), tree)
+            name: jax.tree.map(lambda _, n=name: group_of(n, heads, adapts=adapts), tree)
             for name, tree in params.items()
         }
 
     transforms = {
-        name: group if stage.trains(str(name)) or group is kept else frozen(group)
+        name: group if name in stage or group is kept else frozen(group)
         for name, group in groups.items()
     }
     return optax.partition(transforms, group_by_leaf)
-
-
-def _without_heads(axes: Params, heads: Sequence[Head]) -> Params:
-    """The axes, without matrices in heads, which map to logits or scores."""
-    names = {head.name for head in heads}
-    return {
-        name: jax.tree.map(lambda _: Axes(), tree) if name in names else tree
-        for name, tree in axes.items()
-    }

@@ -13,16 +13,15 @@ import jax
 from jax.sharding import Mesh
 
 from dlm_jax.config import Config, MeshConfig, ModelConfig
-from dlm_jax.data import Setup, Tokenizer
+from dlm_jax.data import Tokenizer
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.mesh import CHIPS, Chip, device_bytes, fsdp_for, topology_devices
-from dlm_jax.distributed.partitions import batch_sharding, make_mesh, named_leaves
-from dlm_jax.heads import Stage
+from dlm_jax.distributed.partitions import make_mesh, named_leaves
 from dlm_jax.progress import waiting
-from dlm_jax.randomness import check_settings, key_of
+from dlm_jax.randomness import check_settings
 from dlm_jax.training.init_from import load_data
 from dlm_jax.training.tasks import Task, make_task
-from dlm_jax.training.train_step import TrainState, abstract_batch, make_train_step
+from dlm_jax.training.train_step import abstract_state, lower_step
 from dlm_jax.types import Params
 
 
@@ -53,7 +52,7 @@ def state_bytes(task: Task) -> int:
     """The size in bytes of the training state of a task on all devices: parameters, optimiser and
     moving average.
     """
-    leaves = jax.tree.leaves(task.abstract_state())
+    leaves = jax.tree.leaves(abstract_state(task))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -167,24 +166,7 @@ def planned_task(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None)
         ids = {"mask_id": size - 1, "pad_id": size - 2, "eos_id": size - 3}
         stand_in = SimpleNamespace(vocab_size=size, banned_ids=(size - 1,), **ids)
         tokenizer = cast(Tokenizer, stand_in)
-    return make_task(Setup(config, tokenizer, mesh))
-
-
-def lower_step(task: Task, stage: Stage, state: TrainState) -> jax.stages.Lowered:
-    """The training step of a stage, for a state or its shapes, before it is compiled."""
-    config, train, mesh = task.setup.config, task.setup.config.train, task.setup.mesh
-    step = make_train_step(
-        task.loss(stage),
-        task.optimizer(stage),
-        state,
-        mesh=mesh,
-        batch_size=train.batch_size,
-        accumulate=train.accumulate,
-        ema_decay=config.optim.ema_decay,
-        compiler_options=config.mesh.compiler_options,
-    )
-    batch = abstract_batch(config, batch_sharding(mesh, train.batch_size, train.accumulate))
-    return step.lower(state, batch, jax.eval_shape(lambda: key_of(0)))
+    return make_task(config, tokenizer, mesh)
 
 
 def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan:
@@ -198,8 +180,8 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     """
     check_model_fits(config.model, config.data.seq_len, mesh)
     task, train = planned_task(config, mesh, tokenizer), config.train
-    state = task.abstract_state()
-    lowered = lower_step(task, task.stage(train.steps), state)
+    state = abstract_state(task)
+    lowered = lower_step(task, task.last_stage, state)
     kind = mesh.devices.flat[0].device_kind
     try:
         with waiting(f"compiling the training step for {mesh.size} devices ({kind})"):

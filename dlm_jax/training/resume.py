@@ -15,7 +15,7 @@ import dlm_jax.config as configs
 from dlm_jax.config import FREE, Config
 from dlm_jax.data import from_json
 from dlm_jax.distributed.processes import on_first_process
-from dlm_jax.heads import HEADS
+from dlm_jax.heads.critic import READS
 from dlm_jax.hf import KEPT
 from dlm_jax.randomness import settings
 from dlm_jax.store import Checkpoints, load_meta
@@ -23,7 +23,7 @@ from dlm_jax.store.checkpoints import complete_steps
 from dlm_jax.store.files import Damaged, DirectoryLock, is_remote, program_facts, write_whole
 from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.training.tasks import Task
-from dlm_jax.training.train_step import TrainState
+from dlm_jax.training.train_step import TrainState, abstract_state
 from dlm_jax.types import Params
 
 CONFIG = "config.toml"
@@ -45,11 +45,6 @@ def facts_of(config: Config) -> dict[str, Any]:
     flat = configs.flat(configs.to_dict(config))
     facts = {key: value for key, value in flat.items() if key not in LOCAL}
     return program_facts() | facts | {"version of jax": jax.__version__} | settings()
-
-
-def checkpoints_of(config: Config) -> str:
-    """The location of the checkpoints of a run: a directory, or a URL."""
-    return config.train.checkpoint_dir or str(Path(config.train.out_dir) / "checkpoints")
 
 
 def config_of_run(out_dir: Path) -> Config:
@@ -146,8 +141,8 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
         f"raise train.steps to {most} or more",
     )
     # A head may be trained on rows that were filled with the recommended settings.
-    heads = [head for head in HEADS if here[f"model.{head.switch}"]]
-    fixed = (set(there) - FREE) | {f"sample.{key}" for head in heads for key in head.sampling}
+    reads = READS if here["model.add_critic_head"] else ()
+    fixed = (set(there) - FREE) | {f"sample.{key}" for key in reads}
     # The tokenizer determines the vocabulary size, so the error names the tokenizer.
     for key in sorted(there, key=lambda key: key == "model.vocab_size"):
         check(
@@ -193,9 +188,9 @@ def restore_run(
     If the arrays of a checkpoint are damaged, the next older one is used.
     """
     check_same_run(meta, checkpoints.read_meta(report=report))
-    _, state, saved = checkpoints.restore(task.abstract_state(), report=report)
+    _, state, saved = checkpoints.restore(abstract_state(task), report=report)
     meta |= {name: saved[name] for name in ("run", *KEPT) if name in saved}
-    before, after = saved["config"]["train"]["steps"], task.setup.config.train.steps
+    before, after = saved["config"]["train"]["steps"], task.config.train.steps
     if before != after:
         report(
             f"train.steps increases from {before} to {after}, to which the learning rate now "

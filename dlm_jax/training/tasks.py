@@ -1,99 +1,193 @@
-"""The task of a run: its network, losses, optimiser and evaluation."""
+"""The task of a run as pure functions: its network, losses, optimiser and evaluation."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
+import dlm_jax.config as configs
+from dlm_jax import devices
 from dlm_jax.config import Config, ModelConfig
-from dlm_jax.data import Setup
+from dlm_jax.data import (
+    Corpus,
+    Tokenizer,
+    noise_ids,
+    text_ids,
+    train_batches,
+    validation_windows,
+)
 from dlm_jax.distributed.partitions import axes_of
 from dlm_jax.heads import HEADS, MAIN, Head
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.canvas_denoising import canvas_denoising
 from dlm_jax.objectives.corruption import SCHEDULES
 from dlm_jax.objectives.likelihood import costs, half_width, plus_minus, ratio_and_error
+from dlm_jax.objectives.losses import Loss, cross_entropy, hidden_of
 from dlm_jax.objectives.objective import (
     Batch,
     Drawn,
-    Mixture,
     Objective,
     denoising,
+    draw_all,
     elbo,
     next_token,
+    owners,
     process_elbo,
     proofreading,
 )
 from dlm_jax.objectives.processes import noise_process
 from dlm_jax.settings import SettingError, require
+from dlm_jax.store import save_weights
+from dlm_jax.training.init_from import load_initial_params
 from dlm_jax.training.optimisers import (
     Rates,
+    Stage,
+    group_of,
     make_grouped_optimizer,
     rates_at,
     rates_of,
 )
-from dlm_jax.training.train_step import (
-    Stage,
-    StageLoss,
-    TrainState,
-    abstract_state,
-    init_state,
-    stage_at,
-)
-from dlm_jax.types import Network, Params
+from dlm_jax.types import Network, Params, returned
 
 MakeNetwork = Callable[[ModelConfig], Network]
-MakeObjective = Callable[[Setup], Objective | Callable[[Batch, jax.Array], Drawn] | Mixture]
-MakeHead = Callable[[Setup], Head | None]
-MakeOptimizer = Callable[[Setup], optax.GradientTransformation]
+MakeObjective = Callable[[Config, Tokenizer], Any]
+MakeHead = Callable[[Config, Tokenizer], Head]
+
+_SALT = 0x68656164
 
 
 @dataclass(frozen=True)
 class Task:
-    """The training task of a run, and its evaluation.
+    """The training of a config as pure functions, also for a custom loop.
 
     Attributes:
-      setup: inputs of the task.
+      config: resolved config, with ``model.vocab_size``.
+      tokenizer: tokenizer of the corpus.
+      mesh: devices over which the rows of a batch are sharded.
       network: the model. Its `init` creates the parameters of all heads.
-      mixture: objectives of the model itself.
+      objectives: objectives of the model itself, by name.
       heads: heads, in the order in which their losses are added.
-      own_optimizer: custom optimiser of the main group; None uses ``[optim]``.
+      corpus: the text; None for a plan.
+      main_optimizer: custom optimiser of the main group; None uses ``[optim]``.
       schedule: maps a step (counted from 0) to a factor that scales the learning rates of
         ``[optim]``. None uses the warm-up and cosine decay.
     """
 
-    setup: Setup
+    config: Config
+    tokenizer: Tokenizer
+    mesh: Mesh
     network: Network
-    mixture: Mixture
-    heads: tuple[Head, ...]
-    own_optimizer: optax.GradientTransformation | None = None
+    objectives: Mapping[str, Objective]
+    heads: tuple[Head, ...] = ()
+    corpus: Corpus | None = None
+    main_optimizer: optax.GradientTransformation | None = None
     schedule: optax.Schedule | None = None
 
-    @functools.cached_property
-    def axes(self) -> Params:
-        """The `dlm_jax.Axes` of the parameters."""
-        return axes_of(self.network)
+    def stage(self, step: int) -> Stage:
+        """The groups that train at a step (counted from 0): ``main`` and names of heads."""
+        main = (MAIN,) if self.config.heads.train_main else ()
+        trained = [h.name for h in self.heads if step >= h.first_step and h.weight != 0]
+        return (*main, *trained)
 
-    @functools.cached_property
-    def rates(self) -> Rates:
-        """The learning rates, which a custom optimiser of the main group does not have."""
-        config = self.setup.config
-        rates = rates_of(
-            config.optim,
-            config.heads,
-            self.heads,
-            num_steps=config.train.steps,
-            schedule=self.schedule,
-        )
-        return rates if self.own_optimizer is None else {**rates, MAIN: {}}
+    @property
+    def last_stage(self) -> Stage:
+        """The stage in which all heads train."""
+        return self.stage(self.config.train.steps)
+
+    def split(self, params: Params, stage: Stage) -> tuple[Params, Params]:
+        """The trained and the frozen parameters, each keyed by top-level name."""
+        adapts = self.config.model.lora_rank > 0
+        groups = {name: group_of(name, self.heads, adapts=adapts) for name in params}
+        trained = {name: params[name] for name in params if groups[name] in stage}
+        return trained, {name: tree for name, tree in params.items() if name not in trained}
+
+    def draw(self, batch: Batch, key: jax.Array, step: jax.Array, stage: Stage) -> Drawn:
+        """The batch with the noise of a step, which depends only on the key of the run and the
+        step.
+
+        Each head has separate noise, so that the noise of the model does not depend on the heads.
+        """
+        is_cut = self.config.model.attention_type != "causal"
+        cut = self.config.objective.random_length_share if is_cut else 0.0
+        drawn = draw_all(self.objectives, batch, jax.random.fold_in(key, step), cut=cut)
+        noise = dict(drawn.noise)
+        salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
+        for head in self.heads:
+            if head.name in stage:
+                noise[head.name] = head.draw(drawn, jax.random.fold_in(salted, _stream(head.name)))
+        return drawn._replace(noise=noise)
+
+    def losses(
+        self, trained: Params, frozen: Params, drawn: Drawn, step: jax.Array, stage: Stage
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The total loss, and the loss and the figures of each objective and head, for a batch or a
+        part of it.
+
+        The unit of the loss is nats per token if the objectives and heads use this unit.
+        """
+        network, params, batch = self.network, frozen | trained, drawn.batch
+        heads = [head for head in self.heads if head.name in stage]
+        objectives = self.objectives if MAIN in stage else {}
+        shares_trunk = any(one.loss is None for one in objectives.values())
+        hidden_BLD: Any = None
+        nll_BL: Any = None
+        # 1. One pass of the trunk, for all objectives without a loss and all heads.
+        if shares_trunk or heads:
+            hidden_BLD = hidden_of(network, params, drawn.shown_BL, batch.tokens_BL, batch.length_B)
+            # Without this barrier, the heads would be fused into the trunk, so that the trunk would
+            # round differently from a trunk without heads.
+            hidden_BLD = jax.lax.optimization_barrier(hidden_BLD)
+        if shares_trunk:
+            nll_BL = cross_entropy(
+                network,
+                params,
+                hidden_BLD,
+                batch.tokens_BL,
+                mask_id=self.tokenizer.mask_id,
+                is_read_BL=drawn.is_supervised_BL(),
+            )
+        # 2. The objectives of the model.
+        losses: dict[str, Loss] = {}
+        for name, objective in objectives.items():
+            noise = drawn.noise[name]
+            if objective.loss is not None:
+                losses[name] = _pair(objective.loss(network, params, noise), name)
+            else:
+                weight_BL, weight = noise
+                # Positions that are not predicted may contain MASK, whose cost is infinite.
+                weighted_BL = jnp.where(weight_BL > 0, weight_BL * nll_BL, 0.0)
+                losses[name] = Loss(jnp.sum(weighted_BL), weight)
+        means = {name: _mean(loss, name) for name, loss in losses.items()}
+        total = sum((objectives[name].share * means[name] for name in means), jnp.zeros(()))
+        # 3. The heads. Those that do not train yet are not there for the others.
+        waiting = {head.metric for head in self.heads} - {head.metric for head in heads}
+        seen = {key: one for key, one in network.heads.items() if key not in waiting}
+        for head in heads:
+            own, hidden = params, hidden_BLD
+            if not head.trains_trunk:
+                own, hidden = jax.lax.stop_gradient((params, hidden_BLD))
+                own = own | {head.name: params[head.name]}
+            given = drawn._replace(noise=drawn.noise[head.name], hidden_BLD=hidden)
+            loss = _pair(head.loss(replace(network, heads=seen), own, given), head.name)
+            losses[head.name] = loss
+            mean = means[head.metric] = _mean(loss, head.name)
+            total = total + (mean if head.weight is None else head.weight_at(step) * mean)
+        figures = [pair for loss in losses.values() for pair in loss.figures.items()]
+        names = ["loss", "grad_norm", "param_norm", *means, *(name for name, _ in figures)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"{twice!r} names two metrics; rename the figure or the head")
+        return total, {name: _mean(Loss(*figure), name) for name, figure in figures} | means
 
     def measure(
         self, params: Params, batch: Batch, number_B: jax.Array, key: jax.Array
@@ -102,130 +196,220 @@ class Task:
 
         A causal model has an exact likelihood instead of a bound.
         """
-        setup = self.setup
         return costs(
             self.network,
             params,
             batch,
             number_B,
             key,
-            is_causal=setup.config.model.attention_type == "causal",
-            mask_id=setup.mask_id,
-            eos_id=setup.tokenizer.eos_id,
-            process=noise_process(setup.config.objective),
-            noise_ids=setup.noise_ids,
+            is_causal=self.config.model.attention_type == "causal",
+            mask_id=self.tokenizer.mask_id,
+            eos_id=self.tokenizer.eos_id,
+            process=noise_process(self.config.objective),
+            noise_ids=noise_ids(self.tokenizer),
         ).nats_B
 
-    def stage(self, step: int) -> Stage:
-        """The groups that train at a step (counted from 0)."""
-        config = self.setup.config
-        return stage_at(
-            step, self.heads, train_main=config.heads.train_main, adapts=config.model.lora_rank > 0
-        )
-
-    def loss(self, stage: Stage) -> StageLoss:
-        return StageLoss(self.network, self.mixture, self.heads, stage, self.setup.mask_id)
-
-    def optimizer(self, stage: Stage) -> optax.GradientTransformation:
-        """The optimiser of a stage. Its state has the same structure in all stages."""
-        config = self.setup.config
-        return make_grouped_optimizer(
+    @functools.cached_property
+    def rates(self) -> Rates:
+        """The learning rates, which a custom optimiser of the main group does not have."""
+        config = self.config
+        rates = rates_of(
             config.optim,
             config.heads,
             self.heads,
-            stage,
-            self.rates,
-            axes=self.axes,
             num_steps=config.train.steps,
-            own=self.own_optimizer,
+            schedule=self.schedule,
         )
+        return rates if self.main_optimizer is None else {**rates, MAIN: {}}
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
         """The learning rates of a step (counted from 0), for its metrics."""
         return rates_at(self.rates, self.heads, stage, step)
 
-    def abstract_state(self) -> TrainState:
-        return abstract_state(*self._state_of())
+    def optimizer(self, stage: Stage | None = None) -> optax.GradientTransformation:
+        """The optimiser of a stage, by default the last. Its state has the same structure in all
+        stages.
+        """
+        return make_grouped_optimizer(
+            self.config.optim,
+            self.config.heads,
+            self.heads,
+            self.last_stage if stage is None else stage,
+            self.rates,
+            axes=axes_of(self.network),
+            main=self.main_optimizer,
+            adapts=self.config.model.lora_rank > 0,
+        )
 
-    def fresh_state(self, key: jax.Array) -> TrainState:
-        return init_state(*self._state_of(), key)
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters of the model and its heads."""
+        return self.network.init(key)
 
-    def _state_of(self) -> tuple[Network, optax.GradientTransformation, Mesh, bool]:
-        has_ema = self.setup.config.optim.ema_decay > 0
-        return self.network, self.optimizer(self.stage(0)), self.setup.mesh, has_ema
+    def start(self, key: jax.Array, report: Callable[[str], None] = lambda line: None) -> Params:
+        """The parameters with which a run starts: those of ``train.init_from`` with fresh heads, or
+        fresh ones.
+        """
+        return self.adopt(self.init(key), report)
+
+    def adopt(self, fresh: Params, report: Callable[[str], None] = lambda line: None) -> Params:
+        """The fresh parameters with those of ``train.init_from``, if it is set."""
+        return load_initial_params(self.config, fresh, self.tokenizer, report=report)
+
+    def loss(
+        self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
+    ) -> jax.Array:
+        """The loss of a training step of all heads, a float32 scalar in nats per token.
+
+        Args:
+          params: parameters, as returned by `init`.
+          batch: rows, as yielded by `batches`.
+          key: key for all noise of the run, from ``jax.random.key``.
+          step: step counted from 0, which determines the noise and the weights of ramped losses.
+        """
+        now, stage = jnp.asarray(step, jnp.int32), self.last_stage
+        with devices.used(self.mesh):
+            drawn = self.draw(batch, key, now, stage)
+            return self.losses(*self.split(params, stage), drawn, now, stage)[0]
+
+    def gradient(
+        self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
+    ) -> tuple[jax.Array, Params]:
+        """`loss` and its gradient with respect to `params`, which is zero for parameters that are
+        never trained.
+        """
+        trained, frozen = self.split(params, self.last_stage)
+        loss, grads = jax.value_and_grad(
+            lambda trained: self.loss(frozen | trained, batch, key, step)
+        )(trained)
+        return loss, jax.tree.map(jnp.zeros_like, params) | grads
+
+    def batches(self, start_step: int = 0) -> Iterator[Batch]:
+        """An infinite iterator over the batches of the run that starts at `start_step`."""
+        assert self.corpus is not None, "a task from `problem` has a corpus"
+        train = self.config.train
+        for rows in train_batches(
+            self.corpus.train_rows,
+            seq_len=self.config.data.seq_len,
+            batch_size=train.batch_size,
+            seed=train.seed,
+            start_step=start_step,
+        ):
+            yield Batch(*(jnp.asarray(rows[name]) for name in ("tokens", "length", "given")))
+
+    def held_out(self) -> dict[str, np.ndarray]:
+        """The held-out rows of an evaluation: ``tokens`` int32 ``[N, L]``, ``length`` and ``given``
+        ``[N]``. N is a multiple of the batch size, and the last rows may be empty.
+        """
+        assert self.corpus is not None, "a task from `problem` has a corpus"
+        return validation_windows(
+            self.corpus.val_rows,
+            seq_len=self.config.data.seq_len,
+            pad_id=self.tokenizer.pad_id,
+            max_windows=self.config.train.eval_windows,
+            multiple_of=self.config.train.batch_size,
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What a saved model says about itself: config, tokenizer and corpus."""
+        assert self.corpus is not None, "a task from `problem` has a corpus"
+        return {
+            "config": configs.to_dict(self.config),
+            "tokenizer": self.tokenizer.to_json(),
+            "corpus": {"name": self.corpus.name, "sha256": self.corpus.sha256},
+        }
+
+    def save(self, params: Params, path: str | PathLike[str]) -> None:
+        """Writes a weights file, which `dlm_jax.load` and ``train.init_from`` accept."""
+        save_weights(path, params, self.facts())
+
+
+def _stream(name: str) -> int:
+    """The index of the noise of a head."""
+    names = [f"{one}_head" for one in HEADS]
+    return names.index(name) if name in names else zlib.crc32(name.encode())
+
+
+def _pair(loss: Any, name: str) -> Loss:
+    if not isinstance(loss, tuple) or not 2 <= len(loss) <= 3:
+        kind = type(loss).__name__
+        raise ValueError(f"{name}.loss returned a {kind}; return (sum, weight) or a Loss")
+    return Loss(*loss)
+
+
+def _mean(loss: Loss, name: str) -> jax.Array:
+    returned(loss.sum, name, "loss(...).sum", "", (), float)
+    returned(loss.weight, name, "loss(...).weight", "", (), float)
+    has_weight = loss.weight != 0
+    return jnp.where(has_weight, loss.sum / jnp.where(has_weight, loss.weight, 1.0), 0.0)
 
 
 def make_task(
-    setup: Setup,
+    config: Config,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    *,
+    corpus: Corpus | None = None,
     network: Network | MakeNetwork | None = None,
     objective: MakeObjective | None = None,
     heads: Sequence[Head | MakeHead] = (),
-    optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     schedule: optax.Schedule | None = None,
 ) -> Task:
-    """The task of a run. See `dlm_jax.training.train` for the arguments.
-
-    With a single custom objective, rows are cut to random lengths as in the config.
-    """
-    if not isinstance(network, Network):
-        network = (network or build)(setup.config.model)
-    for head in HEADS:
-        if head.is_added(setup.config.model) and head.key not in network.heads:
-            raise ValueError(f"model.{head.switch}=True requires a network with a {head.key} head")
-    records = make_heads(setup, heads)
-    inits = {head.name: (head.stream, head.init) for head in records if head.init is not None}
-    if inits or any(head.axes is not None for head in records):
-        init_model, axes_of_model = network.init, network.axes
-
-        def init(key: jax.Array) -> Params:
-            own = {name: make(jax.random.fold_in(key, at)) for name, (at, make) in inits.items()}
-            return init_model(key) | own
-
-        def axes(params: Params) -> Params:
-            known = {} if axes_of_model is None else axes_of_model(params)
-            own = {head.name: head.axes for head in records if head.axes is not None}
-            return known | {name: of(params[name]) for name, of in own.items() if name in params}
-
-        network = replace(network, init=init, axes=axes)
-    mixture = make_mixture(setup) if objective is None else objective(setup)
-    if not isinstance(mixture, Mixture):
-        cut = setup.config.objective.random_length_share
-        mixture = Mixture({"objective": mixture}, {"objective": 1.0}, cut)
-    for name in {head.name for head in records} & mixture.objectives.keys():
-        raise ValueError(f"an objective and a head have the same name: {name}; rename one")
-    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
-        optimizer = optimizer(setup)
-        if not isinstance(optimizer, optax.GradientTransformation):
-            raise ValueError(
-                "optimizer must be a gradient transformation, such as optax.adam(1e-3), or a "
-                f"function of the Setup that returns one, not a {type(optimizer).__name__}"
-            )
-    if optimizer is not None and schedule is not None:
-        optimizer = optax.chain(optimizer, optax.scale_by_schedule(schedule))
-    return Task(setup, network, mixture, records, optimizer, schedule)
-
-
-def make_heads(setup: Setup, own: Sequence[Head | MakeHead]) -> tuple[Head, ...]:
-    """The heads of the config, followed by those of the caller.
+    """The task of a resolved config. See `dlm_jax.training.train` for the custom parts.
 
     Raises:
-      ValueError: two heads have the same name, or nothing trains.
+      ValueError: parts do not fit each other, two have the same name, or nothing trains.
     """
-    made = [one if isinstance(one, Head) else one(setup) for one in (*HEADS, *own)]
-    heads = tuple(head for head in made if head is not None)
-    names = [head.name for head in heads]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two heads have the same name: {', '.join(names)}; rename one")
-    if not setup.config.heads.train_main and not heads:
-        raise ValueError(
-            "heads.train_main=False leaves nothing to train; set "
-            + " or ".join(f"model.{head.switch}" for head in HEADS)
-        )
-    return heads
+    if not isinstance(network, Network):
+        network = (network or build)(config.model)
+    banned_ids = (*tokenizer.banned_ids, tokenizer.pad_id)
+    records: list[Head] = []
+    for name in config.model.added_heads:
+        if name not in network.heads:
+            raise ValueError(f"model.add_{name}_head=True requires a network with a {name} head")
+        make = HEADS[name].make_head
+        records.append(make(config, mask_id=tokenizer.mask_id, banned_ids=banned_ids))
+    records += [one if isinstance(one, Head) else one(config, tokenizer) for one in heads]
+    objectives = make_objectives(config, tokenizer) if objective is None else {}
+    if objective is not None:
+        given = objective(config, tokenizer)
+        given = given if isinstance(given, Mapping) else {"objective": given}
+        objectives = {n: o if isinstance(o, Objective) else Objective(o) for n, o in given.items()}
+        shares = {name: one.share for name, one in objectives.items()}
+        if abs(sum(shares.values()) - 1) > 1e-3:
+            raise ValueError(f"the shares of the objectives are {shares}; let them add up to 1")
+    names = [*objectives, *(head.name for head in records)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two objectives or heads have the same name: {twice}; rename one")
+    if not config.heads.train_main and not records:
+        switches = " or ".join(f"model.add_{name}_head" for name in HEADS)
+        raise ValueError(f"heads.train_main=False leaves nothing to train; set {switches}")
+    inits = {head.name: head.init for head in records if head.init is not None}
+    if inits:
+        init_model = network.init
+
+        def init(key: jax.Array) -> Params:
+            own = {n: make(jax.random.fold_in(key, _stream(n))) for n, make in inits.items()}
+            return init_model(key) | own
+
+        network = replace(network, init=init)
+    if optimizer is not None and schedule is not None:
+        optimizer = optax.chain(optimizer, optax.scale_by_schedule(schedule))
+    return Task(
+        config,
+        tokenizer,
+        mesh,
+        network,
+        objectives,
+        tuple(records),
+        corpus=corpus,
+        main_optimizer=optimizer,
+        schedule=schedule,
+    )
 
 
-def make_mixture(setup: Setup) -> Mixture:
-    """The mixture of objectives of the config, or next-token prediction for a causal model.
+def make_objectives(config: Config, tokenizer: Tokenizer) -> dict[str, Objective]:
+    """The objectives of the config, or next-token prediction for a causal model.
 
     Objectives whose share is 0 are omitted.
 
@@ -233,31 +417,19 @@ def make_mixture(setup: Setup) -> Mixture:
       ValueError: the rows per batch of an objective are rounded to 0, or the objective does not fit
         the model.
     """
-    config, objective, model = setup.config, setup.config.objective, setup.config.model
+    objective, model, mask_id = config.objective, config.model, tokenizer.mask_id
     check_process(config)
-    has_canvases, process = model.attention_type == "canvas", noise_process(objective)
-    if has_canvases and process.is_masked:
-        raise SettingError(
-            "objective.process",
-            objective.process,
-            "has no sampler for models with canvases",
-            "use uniform",
-            "model.attention_type",
-        )
+    process = noise_process(objective)
     if model.attention_type == "causal":
-        return Mixture(
-            {"next_token": lambda batch, key: next_token(batch, model.predicts_first)},
-            {"next_token": 1.0},
-        )
+        predicts_first = model.predicts_first
+        return {"next_token": Objective(lambda batch, key: next_token(batch, predicts_first))}
     schedule = SCHEDULES[objective.schedule](objective.schedule_power)
-    cut = objective.random_length_share
-    if has_canvases or not process.is_masked:
+    if not process.is_masked:
         common: dict[str, Any] = {
-            "schedule": schedule, "mask_id": setup.mask_id, "noise_ids": setup.noise_ids,
+            "schedule": schedule, "mask_id": mask_id, "noise_ids": noise_ids(tokenizer),
         }  # fmt: skip
-        if not has_canvases:
-            own = process_elbo(process, block_length=model.block_length, **common)
-            return Mixture({"elbo": own}, {"elbo": 1.0}, cut)
+        if model.attention_type != "canvas":
+            return {"elbo": process_elbo(process, block_length=model.block_length, **common)}
         own = canvas_denoising(
             process,
             canvas_length=model.block_length,
@@ -265,50 +437,56 @@ def make_mixture(setup: Setup) -> Mixture:
             conditioned_share=objective.conditioned_share,
             **common,
         )
-        return Mixture({"denoising": own}, {"denoising": 1.0}, cut)
-    objectives = {
+        return {"denoising": own}
+    shares = {"denoising": objective.denoising_share, "proofreading": objective.proofreading_share}
+    draws: dict[str, Any] = {
         "elbo": functools.partial(
             elbo,
             schedule=schedule,
-            mask_id=setup.mask_id,
+            mask_id=mask_id,
             block_length=model.block_length,
             over=objective.normaliser,
             is_weighted=objective.time_weight,
         ),
         "denoising": functools.partial(
-            denoising, settings=objective, mask_id=setup.mask_id, random_ids=setup.text_ids
+            denoising, settings=objective, mask_id=mask_id, random_ids=text_ids(tokenizer)
         ),
         "proofreading": functools.partial(
             proofreading,
             max_ratio=objective.misprint_ratio,
-            mask_id=setup.mask_id,
+            mask_id=mask_id,
             kinds=objective.misprint_kinds,
             masked_rows=objective.misprint_masked_rows,
         ),
     }
-    shares = {
-        "elbo": 1.0 - objective.denoising_share - objective.proofreading_share,
-        "denoising": objective.denoising_share,
-        "proofreading": objective.proofreading_share,
-    }
-    shares = {name: share for name, share in shares.items() if share > 1e-6}
-    mixture = Mixture({name: objectives[name] for name in shares}, shares, cut)
+    shares = {"elbo": 1.0 - shares["denoising"] - shares["proofreading"]} | shares
+    made = {n: Objective(draws[n], share=s) for n, s in shares.items() if s > 1e-6}
     num_rows = config.train.batch_size
-    for name in mixture.without_rows(num_rows):
-        share = mixture.shares[name]
+    counts = np.bincount(owners(made, num_rows), minlength=len(made))
+    for name, count in zip(made, counts, strict=True):
+        share = made[name].share
         what = f"objective.{name}_share={share}" if name != "elbo" else f"the ELBO's share {share}"
-        raise ValueError(
-            f"{what} is less than one of train.batch_size={num_rows} rows, so it would never be "
-            f"trained; raise the share to {1 / num_rows:.4g}, or train.batch_size to "
-            f"{math.ceil(1 / share)}"
-        )
-    return mixture
+        if not count:
+            raise ValueError(
+                f"{what} is less than one of train.batch_size={num_rows} rows, so it would never "
+                f"be trained; raise the share to {1 / num_rows:.4g}, or train.batch_size to "
+                f"{math.ceil(1 / share)}"
+            )
+    return made
 
 
 def check_process(config: Config) -> None:
     """Raises SettingError if the forward process does not fit other settings."""
     objective, name = config.objective, config.objective.process
     if noise_process(objective).is_masked:
+        if config.model.attention_type == "canvas":
+            raise SettingError(
+                "objective.process",
+                name,
+                "has no sampler for models with canvases",
+                "use uniform",
+                "model.attention_type",
+            )
         return
     for key, value in {
         "denoising_share": 0,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,14 +28,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 import dlm_jax.config as configs
 from dlm_jax import progress
 from dlm_jax.config import Config
-from dlm_jax.data import Corpus, Setup, train_batches, validation_windows
+from dlm_jax.data import Corpus, train_batches
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.mesh import require_working_room
+from dlm_jax.distributed.mesh import require_room, require_working_room
 from dlm_jax.distributed.partitions import batch_sharding, make_mesh, share_of_batch, undeclared
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.heads import Head
@@ -44,27 +44,14 @@ from dlm_jax.progress import Progress, waiting
 from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.store import Checkpoints
 from dlm_jax.store.files import DirectoryLock, check_bucket, located, own_source, program_facts
-from dlm_jax.training.init_from import load_data, new_state
-from dlm_jax.training.metrics import (
-    METRICS,
-    MetricsLog,
-    check_trackers,
-    open_trackers,
-    peak_flops,
-)
-from dlm_jax.training.plan import (
-    check_model_fits,
-    lower_step,
-    mesh_config,
-    model_flops,
-    state_bytes,
-)
+from dlm_jax.training.init_from import checkpoints_of, kept_of, load_data
+from dlm_jax.training.metrics import METRICS, TRACKERS, MetricsLog, check_trackers, peak_flops
+from dlm_jax.training.plan import check_model_fits, mesh_config, model_flops, state_bytes
 from dlm_jax.training.resume import (
     FOLDER,
     Best,
     acquire,
     check_metrics,
-    checkpoints_of,
     facts_of,
     lock_existing,
     make_directory,
@@ -76,7 +63,6 @@ from dlm_jax.training.tasks import (
     MakeHead,
     MakeNetwork,
     MakeObjective,
-    MakeOptimizer,
     Task,
     bound_line,
     bound_of,
@@ -85,8 +71,11 @@ from dlm_jax.training.tasks import (
 from dlm_jax.training.train_step import (
     Metrics,
     TrainState,
+    abstract_state,
     check_adds_up,
-    compile_eval_step,
+    init_state,
+    lower_step,
+    make_eval_step,
 )
 from dlm_jax.types import Network, Params
 
@@ -106,7 +95,6 @@ class Run:
     steps is derived from ``noise_key``.
     """
 
-    corpus: Corpus
     task: Task
     meta: dict[str, Any]
     state: TrainState
@@ -117,15 +105,16 @@ class Run:
 
     @property
     def config(self) -> Config:
-        return self.task.setup.config
+        return self.task.config
 
     @property
     def network(self) -> Network:
         return self.task.network
 
     @property
-    def mesh(self) -> Mesh:
-        return self.task.setup.mesh
+    def corpus(self) -> Corpus:
+        assert self.task.corpus is not None
+        return self.task.corpus
 
     @property
     def out_dir(self) -> Path:
@@ -186,7 +175,7 @@ def train(
     network: Network | MakeNetwork | None = None,
     objective: MakeObjective | None = None,
     heads: Sequence[Head | MakeHead] = (),
-    optimizer: optax.GradientTransformation | MakeOptimizer | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     schedule: optax.Schedule | None = None,
     callbacks: Sequence[Callback] = (),
     show_sample: ShowSample | None = None,
@@ -203,16 +192,15 @@ def train(
       network: custom model that replaces the Transformer of ``[model]``: a `Network`, or a function
         of the `ModelConfig` with the ``vocab_size`` of the corpus. `Network.axes` declares its
         matrices and how they are split; others are judged by rank, and each device has them whole.
-      objective: custom objective that replaces those of ``[objective]``: a function of the `Setup`
-        (resolved config, tokenizer, mesh) that returns an `Objective`, its ``draw`` alone, or a
-        `Mixture` of several objectives.
+      objective: custom objective that replaces those of ``[objective]``: a function of the resolved
+        config and the tokenizer that returns an `Objective`, its ``draw`` alone, or a dict of
+        several, by name, whose shares add up to 1.
       heads: custom heads in addition to those of the config: `Head` records, or functions of the
-        `Setup` that create them.
+        resolved config and the tokenizer that create them.
       optimizer: optax transformation that replaces the optimizer, the clipping and the schedule of
-        ``[optim]``, or a function of the `Setup` that creates one. Heads with an optimiser group
-        keep their own optimiser, and the custom optimizer receives `optax.MaskedNode` for the
-        parameters of these heads. The labels of `optax.partition` should be a function of the
-        parameters.
+        ``[optim]``. Heads keep their own optimiser, and the custom optimizer receives
+        `optax.MaskedNode` for their parameters. The labels of `optax.partition` should be a
+        function of the parameters.
       schedule: ``step -> factor``, with steps counted from 0. The factor scales the learning rates
         of ``[optim]`` and replaces the warm-up and cosine decay. If `optimizer` is given, the
         factor scales the updates of that optimizer.
@@ -252,65 +240,69 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
       ValueError: the data is invalid, the batch or mesh does not fit the devices, or the directory
         contains another run or other files.
     """
+    # 1. Config, mesh and data.
     given = config
     parts = {kind: part for kind, part in parts.items() if part not in (None, (), [])}
-    task, corpus = prepare_task(config, report=report, **parts)
-    config = task.setup.config
-    own = [*parts.pop("heads", ()), *parts.values()]
-    check_same_everywhere({f"source code of {part_name(one)}": own_source(one) for one in own})
-    names: dict[str, Any] = {kind: part_name(part) for kind, part in parts.items()}
-    if heads := [part_name(one) for one in own[: len(own) - len(parts)]]:
-        names["heads"] = heads
-    meta = {
-        "run": "",
-        "config": configs.to_dict(config),
-        "tokenizer": corpus.tokenizer.to_json(),
-        "corpus": {"name": corpus.name, "sha256": corpus.sha256},
-        "own": names,
-        "randomness": fingerprint(),
-        "program": program_facts(),
-    }
-    if corpus.chat_template:
-        meta["chat_template"] = corpus.chat_template
+    task = problem(config, report=report, **parts)
+    config, train = task.config, task.config.train
 
-    init_key, noise_key = jax.random.split(key_of(config.train.seed))
-    out_dir, lock = Path(config.train.out_dir), DirectoryLock()
-    checkpoints = Checkpoints(
-        checkpoints_of(config), keep=config.train.keep_checkpoints, check=lock.check
-    )
+    # 2. What the checkpoints say about the run.
+    names = {
+        kind: [part_name(one) for one in part] if kind == "heads" else part_name(part)
+        for kind, part in parts.items()
+    }
+    custom = [*parts.pop("heads", ()), *parts.values()]
+    check_same_everywhere({f"source code of {part_name(one)}": own_source(one) for one in custom})
+    meta = {"run": "", **task.facts(), "own": names}
+    meta |= {"randomness": fingerprint(), "program": program_facts()}
+    if task.corpus is not None and task.corpus.chat_template:
+        meta["chat_template"] = task.corpus.chat_template
+
+    # 3. The directories.
+    out_dir, lock = Path(train.out_dir), DirectoryLock()
+    checkpoints = Checkpoints(checkpoints_of(config), keep=train.keep_checkpoints, check=lock.check)
     checkpoints.when_closed.callback(lock.release)
     with contextlib.ExitStack() as undo:
         undo.callback(checkpoints.close)
         best_checkpoints = Checkpoints(
-            located(config.train.checkpoint_dir or out_dir) / FOLDER, keep=1, check=lock.check
+            located(train.checkpoint_dir or out_dir) / FOLDER, keep=1, check=lock.check
         )
         checkpoints.when_closed.callback(best_checkpoints.close, together=False)
         places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
         is_new = not on_first_process(lambda: lock_existing(lock, places) or checkpoints.steps())
-        state, saved = (
-            new_state(task, meta, init_key, report=report)
-            if is_new
-            else restore_run(task, meta, checkpoints, report)
-        )
-        if config.train.accumulate > 1 and own:
-            check_adds_up(
-                task.loss(task.stage(config.train.steps)),
-                state.params,
-                mesh=task.setup.mesh,
-                seq_len=config.data.seq_len,
-                token_ids=task.setup.text_ids,
+
+        # 4. The state: fresh, with the parameters of train.init_from, or from a checkpoint.
+        init_key, noise_key = jax.random.split(key_of(train.seed))
+        if is_new:
+            meta["run"] = on_first_process(lambda: secrets.token_hex(8))
+            meta |= kept_of(config, report=report)
+            require_room(
+                sum(
+                    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+                    for leaf in jax.tree.leaves(abstract_state(task))
+                ),
+                task.mesh.devices.flat,
+                "the training state",
+                "use a smaller [model], or split it over more devices with mesh.fsdp",
             )
+            state, saved = init_state(task, init_key), {}
+            if train.init_from:
+                state = state.start_from(task.adopt(state.params, report))
+        else:
+            state, saved = restore_run(task, meta, checkpoints, report)
+        if train.accumulate > 1 and custom:
+            check_adds_up(task, state.params)
+
+        # 5. Nothing is written before everything has been checked.
         best = Best(best_checkpoints, config, meta, is_new=is_new)
         on_first_process(lambda: check_metrics(given, meta["run"], is_new=is_new))
-        # Nothing is written before everything has been checked.
         make_directory("train.out_dir", out_dir)
-        if int(state.step) < config.train.steps:
+        if int(state.step) < train.steps:
             on_first_process(lambda: acquire(lock, places, is_new=is_new))
             best.begin()
             on_first_process(lambda: write_config(given, out_dir))
         undo.pop_all()
     return Run(
-        corpus=corpus,
         task=task,
         meta=meta,
         state=state,
@@ -321,14 +313,20 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
     )
 
 
-def prepare_task(
-    config: Config, *, report: Callable[[str], None], **parts: Any
-) -> tuple[Task, Corpus]:
-    """The task of a run on its mesh, and its corpus, after all checks that need no state.
+def problem(
+    config: Config | str | PathLike[str],
+    *,
+    report: Callable[[str], None] = lambda line: None,
+    **parts: Any,
+) -> Task:
+    """The training of a config as pure functions, for a custom loop. Only `Task.save` writes a
+    file.
 
-    The mesh comes first, because processes must agree before they read data. The data determines
-    the vocabulary, so the size of the model, and so the default of ``mesh.fsdp``.
+    `parts` are the custom network, objective and heads; they and the errors are as for `train`.
     """
+    config = config if isinstance(config, Config) else configs.load(str(config))
+    # Processes agree before they read data. The data determines the vocabulary, so the size of the
+    # model, and so the default of mesh.fsdp.
     check_same_everywhere(facts_of(config))
     check_settings()
     train = config.train
@@ -339,16 +337,13 @@ def prepare_task(
     on_first_process(lambda: check_bucket("train.checkpoint_dir", checkpoints_of(config)))
     config, corpus = load_data(config, report=report)
     check_same_everywhere({"data.source": corpus.sha256})
-    setup = Setup(config, corpus.tokenizer, mesh)
-    if "network" not in parts:
-
-        def num_bytes() -> float:
-            return state_bytes(make_task(setup, **parts))
-
-        mesh = make_mesh(mesh_config(config.mesh, list(mesh.devices.flat), num_bytes))
+    task = make_task(config, corpus.tokenizer, mesh, corpus=corpus, **parts)
+    if parts.get("network") is None:
+        devices = list(mesh.devices.flat)
+        mesh = make_mesh(mesh_config(config.mesh, devices, lambda: state_bytes(task)))
         check_model_fits(config.model, config.data.seq_len, mesh)
-        setup = replace(setup, mesh=mesh)
-    return make_task(setup, **parts), corpus
+        task = replace(task, mesh=mesh)
+    return task
 
 
 def part_name(part: Any) -> str:
@@ -379,12 +374,15 @@ def run_loop(
     if run.first_step >= config.steps:
         return Outcome("finished", run.first_step, run.saved.get("bound"), run.state, run)
     trainer = Trainer(run, callbacks=callbacks, profile=profile)
-    trainer.add_hook(trainer.log, every=config.log_every)
-    trainer.add_hook(trainer.evaluate, every=config.eval_every)
+    # What happens every n steps (0: never), and whether it also happens after the last step.
+    hooks: list[tuple[Callable[[], None], int, bool]] = [
+        (trainer.log, config.log_every, True),
+        (trainer.evaluate, config.eval_every, True),
+        (trainer.save, config.checkpoint_every, True),
+    ]
     if show_sample is not None:
         sample = functools.partial(trainer.sample, show_sample)
-        trainer.add_hook(sample, every=config.sample_every, at_end=False)
-    trainer.add_hook(trainer.save, every=config.checkpoint_every)
+        hooks.insert(2, (sample, config.sample_every, False))
 
     reason: Literal["finished", "interrupted", "non_finite"] = "finished"
     signal_number = 0
@@ -392,9 +390,12 @@ def run_loop(
         try:
             while trainer.step < config.steps:
                 trainer.take_step()
-                trainer.run_hooks()
+                is_last = trainer.step == config.steps
+                for hook, every, at_end in hooks:
+                    if at_end if is_last else every > 0 and trainer.step % every == 0:
+                        hook()
                 # Save after the hooks of this step, so that a resumed run misses none.
-                signal_number = stop.at(trainer.step) if trainer.step < config.steps else 0
+                signal_number = 0 if is_last else stop.at(trainer.step)
                 if signal_number:
                     where = f"after step {trainer.step}"
                     say(f"stopping {where} and saving; a second Ctrl-C exits immediately")
@@ -429,19 +430,12 @@ class Trainer:
         self.run, self.state, self.step = run, run.state, run.first_step
         self.bound: float | None = run.saved.get("bound")
         self._callbacks, self._profile, self._is_tracing = callbacks, profile, False
-        self._hooks: list[tuple[Callable[[], None], int, bool]] = []
         # Metrics of the steps since the last record, which are saved in checkpoints.
         self._unlogged: list[dict[str, float]] = list(run.saved.get("unlogged", []))
         self._ahead: list[Metrics] = []
-        self._rows = batch_sharding(run.mesh, train.batch_size)
+        self._rows = batch_sharding(run.task.mesh, train.batch_size)
         self._share, self._shares = share_of_batch(self._rows, train.batch_size)
-        self._eval_step = compile_eval_step(
-            run.task.measure,
-            run.state.params,
-            mesh=run.mesh,
-            batch_size=train.batch_size,
-            compiler_options=config.mesh.compiler_options,
-        )
+        self._eval_step = make_eval_step(run.task, run.state.params)
         self._compile_train_step()
         self._batches = train_batches(
             run.corpus.train_rows,
@@ -454,15 +448,8 @@ class Trainer:
         )
         self._log: MetricsLog | None = None
         if is_first:
-            identity = run.meta["run"]
-            trackers = open_trackers(
-                train.trackers,
-                run.out_dir,
-                run.meta["config"],
-                identity,
-                step=self.step,
-                report=say,
-            )
+            facts = run.out_dir, run.meta["config"], run.meta["run"], self.step
+            trackers = {n: functools.partial(TRACKERS[n][1], *facts) for n in train.trackers}
             self._log = MetricsLog(
                 run.out_dir / METRICS, step=self.step, trackers=trackers, report=say
             )
@@ -478,19 +465,6 @@ class Trainer:
             idle=lambda: self._idle,
             is_shown=is_first,
         )
-
-    def add_hook(self, hook: Callable[[], None], *, every: int, at_end: bool = True) -> None:
-        """Calls `hook` after every n steps (0: never) and after the last step, or not after it.
-
-        Hooks are called in the order in which they are added.
-        """
-        self._hooks.append((hook, every, at_end))
-
-    def run_hooks(self) -> None:
-        is_last = self.step == self.run.config.train.steps
-        for hook, every, at_end in self._hooks:
-            if at_end if is_last else every > 0 and self.step % every == 0:
-                hook()
 
     def take_step(self) -> None:
         """Dispatches one step, and waits only if too many steps are in flight."""
@@ -551,9 +525,9 @@ class Trainer:
             "input_seconds": self._waited / steps,
         }
         self._waited = 0.0
-        if peak := peak_flops(run.mesh.devices.flat[0]):
+        if peak := peak_flops(run.task.mesh.devices.flat[0]):
             flops = model_flops(run.state.params, config.model, **size)
-            rates["flop_utilisation"] = steps * flops / seconds / (peak * run.mesh.size)
+            rates["flop_utilisation"] = steps * flops / seconds / (peak * run.task.mesh.size)
         stats = [device.memory_stats() or {} for device in jax.local_devices()]
         if in_use := max(one.get("peak_bytes_in_use", 0) for one in stats):
             rates["device_memory_bytes"] = float(in_use)
@@ -576,7 +550,7 @@ class Trainer:
 
     def held_out(self) -> tuple[np.ndarray, np.ndarray]:
         """The bound of each held-out window in nats, and its number of free tokens."""
-        windows = held_out_rows(self.run.config, self.run.corpus)
+        windows = self.run.task.held_out()
         size = self.run.config.train.batch_size
         part = size // self._shares
         nats = []
@@ -615,11 +589,11 @@ class Trainer:
             self._train_step = lower_step(task, self._stage, self.state).compile()
         require_working_room(
             self._train_step,
-            self.run.mesh.devices.flat,
+            self.run.task.mesh.devices.flat,
             "a training step",
             "lower train.batch_size, or raise train.accumulate",
         )
-        what = f" of {self._stage}" if task.heads else ""
+        what = f" of {' + '.join(self._stage)}" if task.heads else ""
         say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
 
     def _place(self, rows: dict[str, np.ndarray]) -> Batch:
@@ -665,20 +639,9 @@ class Trainer:
             self._is_tracing, self._profile = False, None
 
 
-def held_out_rows(config: Config, corpus: Corpus) -> dict[str, np.ndarray]:
-    """The held-out rows of an evaluation, padded to whole batches."""
-    return validation_windows(
-        corpus.val_rows,
-        seq_len=config.data.seq_len,
-        pad_id=corpus.tokenizer.pad_id,
-        max_windows=config.train.eval_windows,
-        multiple_of=config.train.batch_size,
-    )
-
-
 def describe(run: Run, report: Callable[[str], None] = say) -> None:
     """Reports the data, the model and the config of a run, and where it continues."""
-    corpus, mesh, params = run.corpus, run.mesh, run.state.params
+    corpus, mesh, params = run.corpus, run.task.mesh, run.state.params
     report(
         f"{corpus.name}: {corpus.num_train_tokens:,} training tokens, "
         f"{corpus.num_val_tokens:,} held out, vocabulary {corpus.tokenizer.vocab_size}"

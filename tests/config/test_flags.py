@@ -76,12 +76,3 @@ def test_a_given_ignore_eos_and_a_recommended_stop_at_eos_exclude_each_other(tmp
         assert getattr(configs.resolve(first, {name: False}), other)
         both = configs.resolve(first | second)
         assert both.ignore_eos and both.stop_at_eos
-
-
-def test_a_flag_of_the_temperature_drops_the_end_that_the_file_recommends(tmp_path):
-    path = tmp_path / "config.toml"
-    path.write_text("[sample]\ntemperature = 1.0\ntemperature_end = 0.3\n")
-    given = {"sample.temperature": "0"}
-    both = given | {"sample.temperature_end": "0.5"}
-    for flags, end in (({}, 0.3), (given, -1.0), (both, 0.5)):
-        assert configs.load(str(path), flags).sample.temperature_end == end

@@ -96,16 +96,6 @@ def test_heads_that_cannot_be_or_cannot_train_are_refused_in_one_line(flags, mes
     assert "\n" not in str(error.value)
 
 
-def test_the_defaults_have_no_heads_and_train_what_there_is_from_the_start():
-    """The defaults of the rules in docs/."""
-    model, heads = Config().model, Config().heads
-    assert not model.add_sampler_head and not model.add_critic_head
-    assert (heads.start_sampler_iteration, heads.start_critic_iteration) == (0, 0)
-    assert heads.sampler_reveal == 0.7
-    assert (heads.end_critic_iteration, heads.critic_alpha) == (0, 0.5)
-    assert (Config().sample.sampler_min_neighbors_ratio, heads.train_main) == (0.01, True)
-
-
 def test_float16_is_refused_with_the_reason():
     told = "model.compute_dtype='float16' is not one of .*; use 'bfloat16'; the range of float16 is"
     with pytest.raises(ValueError, match=told):

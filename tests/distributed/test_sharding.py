@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import stage_cases as cases
 import toy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -107,8 +108,8 @@ SHAPES = {
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_every_matrix_and_its_moments_are_split_the_same_way_over_fsdp_and_tensor(shape, name):
     network = build(toy.config(**SHAPES[shape]))
-    optimizer = toy.optimizer(OptimConfig(name=name), num_steps=100, network=network)
-    state = abstract_state(network, optimizer, make_mesh(CUBE))
+    task = cases.task(network, place=make_mesh(CUBE), optim=OptimConfig(name=name))
+    state = abstract_state(task)
     split = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.params)[0]:
         split[path_name(path)] = leaf.sharding.spec

@@ -193,10 +193,12 @@ def test_filling_with_a_causal_model_is_refused_by_name(tmp_path):
 def test_training_to_fill_holes_adds_a_mask_and_training_a_causal_model_does_not(tmp_path):
     _theirs(tmp_path / "m")
     train = TrainConfig(init_from=str(tmp_path / "m"))
-    config, tokenizer = adopt_model(Config(train=train))
+    config, tokenizer = adopt_model(Config(train=train), train.init_from)
     assert config.model.vocab_size == tokenizer.vocab_size == EOS + 2
     assert tokenizer.mask_id == EOS + 1
     model = ModelConfig(attention_type="causal")
     sample = SamplingParams(order="left_to_right")
-    config, tokenizer = adopt_model(Config(train=train, model=model, sample=sample))
+    config, tokenizer = adopt_model(
+        Config(train=train, model=model, sample=sample), train.init_from
+    )
     assert config.model.vocab_size == tokenizer.vocab_size == EOS + 1

@@ -3,14 +3,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import stage_cases as cases
 import toy
 
-from dlm_jax.heads import MAIN, Stage
+from dlm_jax.heads import MAIN
 from dlm_jax.objectives import losses
 from dlm_jax.objectives.corruption import LINEAR
 from dlm_jax.objectives.losses import cross_entropy
-from dlm_jax.objectives.objective import Batch, Mixture, elbo
-from dlm_jax.training.train_step import StageLoss
+from dlm_jax.objectives.objective import Batch, Objective, elbo
 
 
 def _hidden(num_rows, num_positions):
@@ -50,21 +50,17 @@ def test_slicing_the_positions_changes_neither_loss_nor_gradient(monkeypatch):
     assert "scan" in text
 
 
-_MIXTURE = Mixture(
-    {"elbo": functools.partial(elbo, schedule=LINEAR, mask_id=toy.MASK)}, {"elbo": 1.0}
-)
-
-
-_LOSS = StageLoss(toy.network(), _MIXTURE, (), Stage((MAIN,)), toy.MASK)
+_ELBO = Objective(functools.partial(elbo, schedule=LINEAR, mask_id=toy.MASK))
+_TASK = cases.task(objectives={"elbo": _ELBO})
 
 
 def _elbo(params, drawn):
-    return _LOSS(params, drawn, jnp.int32(0))[1]["elbo"]
+    return _TASK.losses(params, {}, drawn, jnp.int32(0), (MAIN,))[1]["elbo"]
 
 
 def _drawn(tokens_BL, length_B):
     batch = Batch(tokens_BL, length_B, jnp.zeros_like(length_B))
-    return _MIXTURE.draw(batch, jax.random.key(0))
+    return _TASK.draw(batch, jax.random.key(0), jnp.int32(0), (MAIN,))
 
 
 def test_elbo_divides_by_free_tokens_and_ignores_padding():

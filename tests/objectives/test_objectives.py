@@ -13,9 +13,10 @@ from dlm_jax.objectives.corruption import SCHEDULES
 from dlm_jax.objectives.objective import (
     Batch,
     Drawn,
-    Mixture,
+    Objective,
     at_random_length,
     denoising,
+    draw_all,
     elbo,
     next_token,
     proofreading,
@@ -138,18 +139,15 @@ def test_proofreading_misprints_up_to_a_share_and_masks_any_share_of_some_rows(m
     np.testing.assert_allclose(is_masked[:, 1:].mean(0), rows / 2, atol=0.04)
 
 
-def _mixture(share=0.25, **fields):
-    return Mixture(
-        {"elbo": _elbo(), "denoising": _denoising()},
-        {"elbo": 1 - share, "denoising": share},
-        **fields,
-    )
-
-
 @pytest.mark.parametrize(("share", "rows"), [(0.25, 2), (0.5, 4), (0.9, 7), (0.125, 1)])
 def test_every_row_of_a_mixture_has_one_task_and_each_task_its_share_of_rows(share, rows):
     full = Batch(BATCH.tokens_BL, jnp.full(ROWS, POSITIONS), jnp.zeros(ROWS, jnp.int32))
-    draw = jax.jit(_mixture(share).draw)
+    draws, shares = {"elbo": _elbo(), "denoising": _denoising()}, (1 - share, share)
+    mixed = {
+        name: Objective(draw, share=own)
+        for (name, draw), own in zip(draws.items(), shares, strict=True)
+    }
+    draw = jax.jit(functools.partial(draw_all, mixed))
     seen = np.zeros((2, ROWS), bool)
     for seed in range(8):
         example = draw(full, jax.random.key(seed))
@@ -168,8 +166,8 @@ def test_a_mixture_asks_for_the_rows_of_a_task_that_moves_them_and_for_no_other_
         "next token": lambda batch, key: next_token(batch),
     }
     names = sorted(objectives, reverse=not is_first)
-    mixture = Mixture({name: objectives[name] for name in names}, dict.fromkeys(names, 0.5))
-    example = mixture.draw(BATCH, jax.random.key(0))
+    mixed = {name: Objective(objectives[name], share=0.5) for name in names}
+    example = draw_all(mixed, BATCH, jax.random.key(0))
     is_moved = np.asarray(example.shown_BL[:, 0]) >= 20
     assert is_moved.sum() == ROWS // 2
     for found, new, old in zip(example.batch, moved, BATCH, strict=True):

@@ -2,19 +2,14 @@
 
 import functools
 import math
-from dataclasses import replace
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import stage_cases
-import toy
 from oracles.processes import Enumerated
 
 from dlm_jax.config import Config, ObjectiveConfig
-from dlm_jax.data import Setup
 from dlm_jax.objectives import losses
 from dlm_jax.objectives.corruption import COSINE, LINEAR
 from dlm_jax.objectives.likelihood import costs
@@ -30,9 +25,8 @@ from dlm_jax.objectives.processes import (
     Masked,
     Process,
     divergence,
-    noise_process,
 )
-from dlm_jax.training.tasks import check_process, make_mixture
+from dlm_jax.training.tasks import check_process
 from dlm_jax.types import Network
 
 V, MASK, LENGTH = 5, 4, 2
@@ -214,19 +208,6 @@ def test_noise_has_its_shares_and_given_tokens_have_none(name):
         assert (counts[expected == 0] == 0).all()
         error = np.sqrt(expected * (1 - expected) / rows)
         assert (abs(counts / rows - expected) < 4 * error + 1e-9).all()
-
-
-def test_a_config_without_a_process_has_the_objective_of_before():
-    """The masked objective draws and weighs as it did without processes."""
-    setup = Setup(
-        Config(model=toy.config()), cast(Any, stage_cases.Tokenizer()), stage_cases.mesh()
-    )
-    ((name, objective),) = make_mixture(setup).objectives.items()
-    assert name == "elbo" and objective.loss is None
-    assert isinstance(noise_process(ObjectiveConfig()), Masked)
-    noisy = ObjectiveConfig(process="mixed")
-    setup = replace(setup, config=replace(setup.config, objective=noisy))
-    assert make_mixture(setup).objectives["elbo"].loss is not None
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def _begun(
 ) -> TrainState:
     """The state of a run that begins with a model."""
     config = Config(model=model, train=TrainConfig(init_from=source))
-    return fresh.begun_with(load_initial_params(config, fresh.params, tokenizer, report=report))
+    return fresh.start_from(load_initial_params(config, fresh.params, tokenizer, report=report))
 
 
 def _trained(path: Path, **changes: Any) -> str:
@@ -194,7 +194,7 @@ def test_a_run_of_the_heads_alone_begins_with_the_model_that_it_names(tmp_path):
     heads = {"sampler_head": run.state.params["sampler_head"]}
     tiny_run.assert_same(run.state.params, other.state.params | heads)
     assert len(lines) == 1 and "lacks sampler_head" in lines[0]
-    assert str(run.task.stage(0)) == "sampler_head"
+    assert run.task.stage(0) == ("sampler_head",)
 
 
 def test_a_run_takes_the_tokenizer_of_its_model_and_continues_without_it(tmp_path):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import stage_cases as cases
 import toy
@@ -15,8 +15,8 @@ import toy
 from dlm_jax.config import HeadsConfig, OptimConfig
 from dlm_jax.distributed.partitions import axes_of, shardings
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER
-from dlm_jax.training.optimisers import make_grouped_optimizer, rates_of
-from dlm_jax.training.train_step import Stage, TrainState, make_train_step
+from dlm_jax.training.tasks import Task
+from dlm_jax.training.train_step import TrainState, make_train_step
 from dlm_jax.types import Network
 
 STEPS, MIDWAY = 100, 40
@@ -29,29 +29,25 @@ def _assert_same_bits(ours: Any, theirs: Any) -> None:
     assert [path for path in one if one[path].tobytes() != other[path].tobytes()] == []
 
 
-def _step(
+def _task(
     network: Network,
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    groups: tuple[str, ...],
+    optim: OptimConfig,
+    names: tuple[str, ...] = (),
     heads: HeadsConfig | None = None,
-):
-    mesh = cases.mesh()
-    config = {"batch_size": cases.ROWS, "ema_decay": 0.9}
-    loss = cases.staged(network, cases.mixture(), mesh, groups, heads)
-    return make_train_step(loss, optimizer, state, mesh=mesh, **config)
-
-
-def _grouped(optim: OptimConfig, heads: HeadsConfig, records: Any, groups: Any, network: Network):
-    rates = rates_of(optim, heads, records, num_steps=STEPS)
-    axes = axes_of(network)
-    return make_grouped_optimizer(
-        optim, heads, records, Stage(groups), rates, axes=axes, num_steps=STEPS
+) -> Task:
+    """The task of a run whose model has these heads."""
+    added = {f"add_{name}": True for name in names}
+    return cases.task(
+        network,
+        model=toy.config(**added),
+        optim=dataclasses.replace(optim, ema_decay=0.9),
+        heads=heads or HeadsConfig(),
+        train={"steps": STEPS},
     )
 
 
-def _begun(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    state = TrainState(params, optimizer.init(params), jnp.int32(0), params)
+def _begun(params: Any, task: Task) -> TrainState:
+    state = TrainState(params, task.optimizer().init(params), jnp.int32(0), params)
     return jax.device_get(state)
 
 
@@ -92,19 +88,14 @@ def test_with_the_sampler_head_the_model_trains_bit_for_bit_as_without(name, cha
         sampler_reveal=0.5,
     )
     whole = cases.model(**cases.WITH_HEADS, **changes)
-    optimizer = toy.optimizer(optim, num_steps=STEPS, network=whole)
-    begun = _begun(cases.main_of(cases.params(**changes)), optimizer)
-    plain = _step(cases.model(**changes), optimizer, begun, (MAIN,))
-    expected, seen = _trained(begun, plain, STEPS)
+    task = _task(cases.model(**changes), optim)
+    begun = _begun(cases.main_of(cases.params(**changes)), task)
+    expected, seen = _trained(begun, make_train_step(task, (MAIN,), begun), STEPS)
     assert min(metrics["grad_norm"] for metrics in seen) > 2 * optim.clip, "always clipped"
-
-    def grouped(*groups: str):
-        optimizer = _grouped(optim, heads, cases.records(heads), groups, whole)
-        fresh = _begun(cases.params(**changes), optimizer)
-        return fresh, _step(whole, optimizer, fresh, groups, heads)
-
-    fresh, alone = grouped(MAIN)
-    _, beside = grouped(MAIN, SAMPLER)
+    task = _task(whole, optim, (SAMPLER, CRITIC), heads)
+    fresh = _begun(cases.params(**changes), task)
+    alone = make_train_step(task, (MAIN,), fresh)
+    beside = make_train_step(task, (MAIN, SAMPLER), fresh)
     for start in starts:
         state, _ = _trained(fresh, alone, start)
         for head in (SAMPLER, CRITIC):
@@ -126,11 +117,10 @@ def _state_of(group: str, state: TrainState) -> Any:
 
 def test_without_the_model_the_heads_train_alone_and_the_model_stays():
     heads = HeadsConfig(train_main=False, weight_decay=0.1)
-    optim, groups = OptimConfig(warmup_steps=1, weight_decay=0.1), (SAMPLER,)
-    network = cases.model(add_sampler_head=True)
-    optimizer = _grouped(optim, heads, cases.records(heads, add_sampler_head=True), groups, network)
-    fresh = _begun({k: v for k, v in cases.params().items() if k != CRITIC}, optimizer)
-    state, seen = _trained(fresh, _step(network, optimizer, fresh, groups, heads), 30)
+    optim = OptimConfig(warmup_steps=1, weight_decay=0.1)
+    task = _task(cases.model(add_sampler_head=True), optim, (SAMPLER,), heads)
+    fresh = _begun({k: v for k, v in cases.params().items() if k != CRITIC}, task)
+    state, seen = _trained(fresh, make_train_step(task, (SAMPLER,), fresh), 30)
     _assert_same_bits(cases.main_of(state.params), cases.main_of(fresh.params))
     _assert_same_bits(cases.main_of(state.ema), cases.main_of(fresh.params))
     # What does not train has no state of the optimiser.

@@ -117,7 +117,7 @@ def test_a_width_that_the_split_in_use_does_not_divide_is_refused(tmp_path, acce
 def test_devices_that_mesh_data_leaves_are_those_of_fsdp(tmp_path, accelerators):
     accelerators(1e12)
     run = _prepared(tmp_path, mesh__data=2)
-    assert dict(run.mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1}
+    assert dict(run.task.mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1}
     kernels = [x for x in jax.tree.leaves(run.state.params) if x.ndim > 2]
     assert kernels and not any(kernel.is_fully_replicated for kernel in kernels)
     run.checkpoints.close()

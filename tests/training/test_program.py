@@ -6,18 +6,9 @@ import sys
 
 import tiny_run
 
-import dlm_jax
 import dlm_jax.config as configs
-from dlm_jax.store.files import program_facts
 from dlm_jax.training import trainer
-from dlm_jax.training.resume import facts_of
 from dlm_jax.training.trainer import prepare
-
-
-def test_hosts_compare_the_version_and_the_source_code_of_the_package():
-    facts = facts_of(configs.load(None, {}))
-    assert facts["version of dlm_jax"] == dlm_jax.__version__
-    assert facts["source code of dlm_jax"] == program_facts()["source code of dlm_jax"]
 
 
 def test_hosts_compare_the_source_code_of_custom_parts(tmp_path, monkeypatch):

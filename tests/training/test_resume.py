@@ -62,10 +62,9 @@ def test_a_run_stopped_at_any_steps_ends_as_the_uninterrupted_one(tmp_path, whol
     _assert_same_run(tmp_path, tiny_run.run(tmp_path), whole)
 
 
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 7])
-def test_a_run_killed_between_checkpoints_ends_as_the_uninterrupted_one(tmp_path, whole, step):
+def test_a_run_killed_between_checkpoints_ends_as_the_uninterrupted_one(tmp_path, whole):
     with pytest.MonkeyPatch.context() as patch:
-        _kill_after(step, patch)
+        _kill_after(7, patch)
         with pytest.raises(Killed):
             tiny_run.run(tmp_path)
     _assert_same_run(tmp_path, tiny_run.run(tmp_path), whole)
@@ -244,41 +243,6 @@ def test_waves_that_a_critic_learned_from_stay_and_others_may_change():
 
 def _listing(directory: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in sorted(directory.rglob("*"))}
-
-
-def _rich(tmp_path: Path) -> dict[str, object]:
-    """Everything at once: both objectives, pairs, short batches, parts, and an average."""
-    path = tmp_path / "pairs.jsonl"
-    lines = [
-        json.dumps({"prompt": f"{word} ", "response": word[::-1]})
-        for word in (*tiny_run.TEXT.split()[:9], "over") * 5
-    ]
-    path.write_text("\n".join(lines))
-    return {
-        "data__source": path,
-        "data__layout": "documents",
-        "data__tail": "pad",
-        "objective__denoising_share": 0.5,
-        "objective__random_length_share": 0.5,
-        "optim__name": "adamw",
-        "optim__ema_decay": 0.9,
-        "train__accumulate": 2,
-        "train__steps": 9,
-    }
-
-
-@pytest.mark.slow
-def test_a_run_with_every_choice_made_continues_bit_for_bit(tmp_path):
-    changes = _rich(tmp_path)
-    expected = tiny_run.run(tmp_path / "whole", **changes)
-    with pytest.MonkeyPatch.context() as patch:
-        tiny_run.stop_after(5, patch)
-        tiny_run.run(tmp_path / "run", **changes)
-    outcome = tiny_run.run(tmp_path / "run", **changes)
-    tiny_run.assert_same(outcome.state, expected.state)
-    assert tiny_run.records(tmp_path / "run") == tiny_run.records(tmp_path / "whole")
-    line = tiny_run.records(tmp_path / "run")[0]
-    assert line["loss"] == pytest.approx(0.5 * line["elbo"] + 0.5 * line["denoising"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -88,10 +88,6 @@ def test_event_files_hold_every_number_of_the_metrics(finished):
         assert shown[key] == pytest.approx(value, rel=1e-6)
 
 
-def test_the_trace_is_of_the_steps_that_were_asked_for(finished):
-    assert list((finished[0] / "profile").rglob("*.xplane.pb"))
-
-
 def test_a_trace_begins_and_ends_once_and_waits_for_its_last_step(tmp_path, monkeypatch):
     log: list[object] = []
     place = Trainer._place
@@ -140,7 +136,7 @@ def test_weights_and_biases_is_given_the_records_where_it_is_asked_for(tmp_path,
     module.init = lambda **given: log.append(("init", given["name"], given["id"])) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     for identity in ("a", "a", "b"):
-        tracker = metrics._TRACKERS["wandb"](tmp_path / "run", {"a": 1}, identity, 0)
+        tracker = metrics.TRACKERS["wandb"][1](tmp_path / "run", {"a": 1}, identity, 0)
         tracker.write(3, {"train/loss": 2.5})
         tracker.close()
     assert log[1:3] == [(3, {"train/loss": 2.5}), ("finish",)]
@@ -182,7 +178,7 @@ def test_a_tracker_that_ctrl_c_interrupts_is_closed(tmp_path):
         def close(self):
             closed.append(self)
 
-    log = MetricsLog(tmp_path / "metrics.jsonl", step=6, trackers=[Interrupted()])
+    log = MetricsLog(tmp_path / "metrics.jsonl", step=6, trackers={"one": Interrupted})
     with pytest.raises(KeyboardInterrupt), contextlib.closing(log):
         log.write(kind="train", step=7)
     assert len(closed) == 1

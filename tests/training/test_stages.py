@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,34 +16,29 @@ import stage_cases as cases
 import tiny_run
 import toy
 
-from dlm_jax.config import Config, HeadsConfig, SamplingParams
-from dlm_jax.data import Setup
+from dlm_jax.config import HeadsConfig, SamplingParams
 from dlm_jax.distributed.partitions import axes_of, shardings
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER, critic
 from dlm_jax.objectives.objective import Drawn
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.store import load_meta
-from dlm_jax.training.train_step import (
-    StageLoss,
-    TrainState,
-    make_train_step,
-    stage_at,
-)
+from dlm_jax.training.tasks import Task
+from dlm_jax.training.train_step import TrainState, make_train_step
 from dlm_jax.types import Network
 
-ALL = (MAIN, *(head.name for head in cases.ADDED))
+ALL = (MAIN, SAMPLER, CRITIC)
 KEY = functools.partial(jax.random.key, 5)
 SLOW = pytest.mark.slow
 
 
 def test_each_head_has_a_stream_of_noise_of_its_own_at_each_step():
-    loss = cases.staged(cases.model(**cases.WITH_HEADS), cases.mixture(), cases.mesh(), ALL)
+    task = cases.with_heads()
     heads = tuple(
         dataclasses.replace(head, draw=lambda drawn, key: jax.random.key_data(key))
-        for head in loss.heads
+        for head in task.heads
     )
-    draw = dataclasses.replace(loss, heads=heads).draw
-    noise = [draw(cases.batch(0), KEY(), jnp.int32(step)).noise for step in (0, 1)]
+    draw = dataclasses.replace(task, heads=heads).draw
+    noise = [draw(cases.batch(0), KEY(), jnp.int32(step), ALL).noise for step in (0, 1)]
     keys = {tuple(one[head.name].tolist()) for one in noise for head in heads}
     assert len(keys) == 2 * len(heads) == 4
 
@@ -72,10 +67,10 @@ def test_each_head_has_a_stream_of_noise_of_its_own_at_each_step():
     ],
 )
 def test_a_head_trains_from_its_start_on_and_the_model_always(heads, expected):
-    records = cases.records(HeadsConfig(**heads), add_sampler_head=True, add_critic_head=True)
     for main in ({MAIN}, set()):
-        found = [stage_at(step, records, train_main=bool(main)) for step in range(4)]
-        assert [set(stage.groups) for stage in found] == [main | groups for groups in expected]
+        task = cases.with_heads(heads=HeadsConfig(**heads, train_main=bool(main)))
+        found = [set(task.stage(step)) for step in range(4)]
+        assert found == [main | groups for groups in expected]
 
 
 @pytest.mark.parametrize(
@@ -89,26 +84,25 @@ def test_a_head_trains_from_its_start_on_and_the_model_always(heads, expected):
 )
 def test_the_critic_counts_ever_more_from_its_start_to_its_end(start, end, expected):
     config = HeadsConfig(start_critic_iteration=start, end_critic_iteration=end, critic_alpha=0.8)
-    records = cases.records(config)
-    (critic,) = (head for head in records if head.name == CRITIC)
+    task = cases.with_heads(heads=config)
+    (critic,) = (head for head in task.heads if head.name == CRITIC)
     found = [float(critic.weight_at(jnp.int32(step))) for step in range(8)]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     # It is computed where it counts, and nowhere else: it would change how the rest is rounded.
-    stages = [stage_at(step, records, train_main=True) for step in range(8)]
-    assert [stage.trains(CRITIC) for stage in stages] == [weight > 0 for weight in expected]
+    assert [CRITIC in task.stage(step) for step in range(8)] == [weight > 0 for weight in expected]
 
 
 HALFWAY = HeadsConfig(critic_alpha=0.8, end_critic_iteration=10, sampler_reveal=0.5)
 """At step 5 the critic counts for half of its alpha."""
 
 
-def _loss(groups=ALL, *, mesh: str = "one", network: Network | None = None) -> StageLoss:
-    return cases.staged(
-        network or cases.model(**cases.WITH_HEADS),
-        cases.mixture(0.25),
-        cases.mesh(mesh),
-        groups,
-        HALFWAY,
+def _task(network: Network | None = None, mesh: str = "one", **train: Any) -> Task:
+    return cases.with_heads(
+        network,
+        place=cases.mesh(mesh),
+        objectives=cases.mixture(0.25),
+        heads=HALFWAY,
+        train=train,
     )
 
 
@@ -144,7 +138,7 @@ def test_what_does_not_train_is_not_computed(groups, asked, passes):
     def trace(*without: str) -> int:
         refused = {"critic": _refuse, "sampler": SamplerReadout(_refuse)}
         network, shown = _watched(**{name: refused[name] for name in without})
-        _trace(_loss(groups, network=network))
+        _trace(_task(network), groups)
         return len(shown)
 
     assert trace(*{"critic", "sampler"} - asked) == passes
@@ -153,15 +147,18 @@ def test_what_does_not_train_is_not_computed(groups, asked, passes):
             trace(name)
 
 
-def _trace(loss: StageLoss) -> None:
-    part = jax.eval_shape(loss.draw, cases.batch(0), KEY(), jnp.int32(5))
-    jax.eval_shape(loss, cases.params(), part, jnp.int32(5))
+def _trace(task: Task, groups: tuple[str, ...]) -> None:
+    def losses(params, batch, key, step):
+        drawn = task.draw(batch, key, step, groups)
+        return task.losses(params, {}, drawn, step, groups)
+
+    jax.eval_shape(losses, cases.params(), cases.batch(0), KEY(), jnp.int32(5))
 
 
 @pytest.mark.parametrize("groups", [(CRITIC,), (SAMPLER, CRITIC)])
 def test_the_critic_learns_from_waves_once_the_sampler_head_trains(groups, monkeypatch):
     used = _spy(monkeypatch)
-    _trace(_loss(groups))
+    _trace(_task(), groups)
     assert list(used) == ["wavefront_fill" if SAMPLER in groups else "parallel_fill"]
 
 
@@ -170,10 +167,12 @@ def test_the_waves_that_the_critic_learns_from_are_those_that_sampling_recommend
     alternating = dataclasses.replace(plain, sampler_even_odd=True)
     used = _spy(monkeypatch)
     for given, alternates in ((plain, False), (alternating, True), (SamplingParams(), True)):
-        setup = Setup(Config(sample=given), cast(Any, cases.Tokenizer()), cases.mesh())
         shown_BL = jnp.zeros((2, 8), jnp.int32)
         rows = jnp.zeros((2, 8, 16)), shown_BL, jnp.full(2, 8), shown_BL == 0, jnp.arange(2)
-        fill = functools.partial(critic.filled, setup, toy.network_with_heads())
+        fill = functools.partial(
+            critic.fill_holes, toy.network_with_heads(), sample=given, mask_id=toy.MASK,
+            banned_ids=toy.BANNED, in_waves=True,
+        )  # fmt: skip
         jax.eval_shape(fill, toy.params_with_heads(), *rows)
         assert used["wavefront_fill"]["is_alternating"] == alternates
         assert used["wavefront_fill"]["ratio"] == given.sampler_min_neighbors_ratio
@@ -206,11 +205,11 @@ def _compiled_look():
     @jax.jit
     def look(params, weights):
         network, shown = _watched()
-        loss = _loss(network=network)
-        part = loss.draw(jax.tree.map(jnp.asarray, cases.batch(0)), KEY(), jnp.int32(5))
+        task, step = _task(network), jnp.int32(5)
+        part = task.draw(jax.tree.map(jnp.asarray, cases.batch(0)), KEY(), step, ALL)
 
         def total(params):
-            _, means = loss(params, part, jnp.int32(5))
+            _, means = task.losses(params, {}, part, step, ALL)
             return sum(weights[name] * mean for name, mean in means.items()), means
 
         gradient, means = jax.grad(total, has_aux=True)(params)
@@ -219,7 +218,7 @@ def _compiled_look():
     return look
 
 
-NOTHING = dict.fromkeys(("elbo", "denoising", *(head.key for head in cases.ADDED)), 0.0)
+NOTHING = dict.fromkeys(("elbo", "denoising", "sampler", "critic"), 0.0)
 
 
 def _look(**weights: float) -> Outcome:
@@ -228,7 +227,7 @@ def _look(**weights: float) -> Outcome:
 
 
 def test_a_head_learns_from_its_own_loss_alone_and_the_trunk_from_heads_that_train_it():
-    keys = {head.name: head.key for head in cases.ADDED}
+    keys = {SAMPLER: "sampler", CRITIC: "critic"}
     records = {keys[head.name]: head for head in cases.records(HALFWAY)}
     assert records["critic"].trains_trunk and not records["sampler"].trains_trunk
     for name in NOTHING:
@@ -263,11 +262,14 @@ def test_the_critic_sees_the_text_with_its_supervised_holes_filled():
 def test_a_step_of_all_heads_follows_the_gradient_of_the_whole_on_any_mesh_in_any_parts(
     mesh, parts
 ):
-    optimizer, config = optax.sgd(0.1), {"batch_size": cases.ROWS, "accumulate": parts}
+    optimizer = optax.sgd(0.1)
     params, place = jax.tree.map(np.copy, cases.params()), cases.mesh(mesh)
     state = TrainState(params, optimizer.init(params), np.int32(5))
     state = jax.device_put(state, shardings(state, axes_of(cases.model(**cases.WITH_HEADS)), place))
-    step = make_train_step(_loss(mesh=mesh), optimizer, state, mesh=place, **config)
+    task = dataclasses.replace(_task(mesh=mesh, accumulate=parts), heads=cases.records(HALFWAY))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Task, "optimizer", lambda task, stage: optimizer)
+        step = make_train_step(task, ALL, state)
     state, metrics = jax.device_get(step(state, cases.batch(0), KEY()))
     heads = {head.metric: head for head in cases.records(HALFWAY)}
     weights = {name: float(head.weight_at(jnp.int32(5))) for name, head in heads.items()}
@@ -297,17 +299,17 @@ def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, mo
     class Step:
         """Stands for a compiled step, and learns when it is made and taken."""
 
-        def __init__(self, loss, optimizer, state, **how):
-            self.stage = loss.stage
-            assert jax.tree.structure(optimizer.init(state.params)) == jax.tree.structure(
-                state.opt_state
-            )
+        def __init__(self, task, stage, state):
+            self.stage = " + ".join(stage)
+            assert jax.tree.structure(
+                task.optimizer(stage).init(state.params)
+            ) == jax.tree.structure(state.opt_state)
 
         def lower(self, *args):
             return self
 
         def compile(self):
-            compiled.append(str(self.stage))
+            compiled.append(self.stage)
             return self
 
         def memory_analysis(self):
@@ -315,10 +317,10 @@ def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, mo
 
         def __call__(self, state, batch, key):
             taken[int(state.step)] = self.stage
-            own = {"sampler": jnp.float32(state.step)} if self.stage.trains(SAMPLER) else {}
+            own = {"sampler": jnp.float32(state.step)} if SAMPLER in self.stage else {}
             return state._replace(step=state.step + 1), {"loss": jnp.zeros(()), **own}
 
-    monkeypatch.setattr("dlm_jax.training.plan.make_train_step", Step)
+    monkeypatch.setattr("dlm_jax.training.train_step.make_train_step", Step)
     monkeypatch.setattr("dlm_jax.training.trainer.Trainer.evaluate", lambda loop: None)
     changes = {
         "model__depth": 1, "model__add_sampler_head": "true", "model__add_critic_head": "true",
@@ -329,7 +331,7 @@ def test_a_run_compiles_the_step_of_a_stage_exactly_where_it_begins(tmp_path, mo
     assert outcome.step == 8
     main, sampler, critic = ("main", "main + sampler_head", "main + sampler_head + critic_head")
     assert compiled == [main, sampler, critic]
-    assert [str(taken[step]) for step in range(8)] == [main] * 2 + [sampler] * 3 + [critic] * 3
+    assert [taken[step] for step in range(8)] == [main] * 2 + [sampler] * 3 + [critic] * 3
     # A metric is the mean over the steps that have it.
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert [line["sampler"] for line in lines if line["kind"] == "train"] == [2.5, 5.5]

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import types
 
 import chex
 import jax
@@ -15,21 +14,22 @@ import stage_cases as cases
 import toy
 
 from dlm_jax.config import ObjectiveConfig, OptimConfig
+from dlm_jax.heads import MAIN
 from dlm_jax.objectives.corruption import LINEAR
-from dlm_jax.objectives.likelihood import costs
-from dlm_jax.objectives.objective import Batch, Drawn, Mixture, denoising, elbo
+from dlm_jax.objectives.objective import Batch, Drawn, Objective, denoising, elbo
+from dlm_jax.training.tasks import Task
 from dlm_jax.training.train_step import (
     TrainState,
     abstract_state,
     check_adds_up,
-    compile_eval_step,
     init_state,
+    make_eval_step,
     make_train_step,
 )
 from dlm_jax.types import Network
 
 ROWS, POSITIONS, STEPS = 8, 8, 3
-OPTIMIZER = toy.optimizer(OptimConfig(warmup_steps=1, weight_decay=0.1), num_steps=20)
+OPTIM = OptimConfig(warmup_steps=1, weight_decay=0.1, ema_decay=0.15)
 
 
 def _batch(seed: int) -> Batch:
@@ -39,44 +39,45 @@ def _batch(seed: int) -> Batch:
     return Batch(tokens_BL, np.full(ROWS, POSITIONS, np.int32), given_B)
 
 
-def _mixture() -> Mixture:
+def _objectives() -> dict[str, Objective]:
     """Both objectives, with noise of every kind."""
-    parts = {
-        "elbo": functools.partial(elbo, schedule=LINEAR, mask_id=toy.MASK),
-        "denoising": functools.partial(
-            denoising,
-            settings=ObjectiveConfig(patterns=("random",)),
-            mask_id=toy.MASK,
-            random_ids=(0, 1, 2),
-        ),
-    }
-    return Mixture(parts, {"elbo": 0.75, "denoising": 0.25}, random_length_share=0.5)
+    hide = functools.partial(
+        denoising,
+        settings=ObjectiveConfig(patterns=("random",)),
+        mask_id=toy.MASK,
+        random_ids=(0, 1, 2),
+    )
+    plain = functools.partial(elbo, schedule=LINEAR, mask_id=toy.MASK)
+    return {"elbo": Objective(plain, share=0.75), "denoising": Objective(hide, share=0.25)}
+
+
+def _task(name: str = "one", **parts: object) -> Task:
+    given = {
+        "optim": OPTIM, "train": {"steps": 20},
+        "objective": ObjectiveConfig(random_length_share=0.5), "objectives": _objectives(),
+    }  # fmt: skip
+    return cases.task(place=cases.mesh(name), **(given | parts))
 
 
 @functools.cache
 def _host_state() -> TrainState:
     """A new state, except that no projection is zero, so that every parameter has a gradient."""
-    state = init_state(toy.network(), OPTIMIZER, cases.mesh("one"), True, jax.random.key(0))
-    return jax.device_get(state._replace(params=toy.params()))
+    return jax.device_get(init_state(_task(), jax.random.key(0))._replace(params=toy.params()))
 
 
-def _state(mesh) -> TrainState:
-    abstract = abstract_state(toy.network(), OPTIMIZER, mesh, has_ema=True)
-    place = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+def _state(name: str) -> TrainState:
+    place = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(_task(name)))
     return jax.device_put(jax.tree.map(np.copy, _host_state()), place)
 
 
 @functools.cache
 def _compiled(name: str):
-    mesh = cases.mesh(name)
-    config = {"batch_size": ROWS, "ema_decay": 0.15}
-    loss = cases.staged(toy.network(), _mixture(), mesh)
-    return make_train_step(loss, OPTIMIZER, _state(mesh), mesh=mesh, **config)
+    return make_train_step(_task(name), (MAIN,), _state(name))
 
 
 @functools.cache
 def _trained(name: str):
-    step, state, key = _compiled(name), _state(cases.mesh(name)), jax.random.key(5)
+    step, state, key = _compiled(name), _state(name), jax.random.key(5)
     seen = []
     for index in range(STEPS):
         state, metrics = step(state, _batch(index), key)
@@ -92,9 +93,8 @@ def test_eight_devices_train_like_one(name):
 @functools.cache
 def _descended(name: str, parts: int):
     """One step of plain gradient descent, the batch cut into parts."""
-    config, mesh = {"batch_size": ROWS, "accumulate": parts}, cases.mesh(name)
-    loss = cases.staged(toy.network(), _mixture(), mesh)
-    step = make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, **config)
+    task = _task(name, optimizer=optax.sgd(0.1), train={"accumulate": parts})
+    step = make_train_step(task, (MAIN,), _plain_state())
     state, metrics = step(_plain_state(), _batch(0), jax.random.key(5))
     return jax.device_get((state, [metrics]))
 
@@ -124,7 +124,7 @@ def test_the_loss_is_the_mean_of_the_objectives_weighted_by_their_shares():
 
 
 def test_the_average_of_the_parameters_is_that_of_its_formula():
-    step, state, key = _compiled("one"), _state(cases.mesh("one")), jax.random.key(5)
+    step, state, key = _compiled("one"), _state("one"), jax.random.key(5)
     average = jax.tree.map(np.float64, _host_state().ema)
     for index in range(STEPS):
         state, _ = step(state, _batch(index), key)
@@ -145,7 +145,7 @@ def test_many_steps_are_one_program():
 
 @pytest.mark.parametrize("name", ["one", "cube"])
 def test_a_step_writes_its_state_over_the_old_one(name):
-    step, state = _compiled(name), _state(cases.mesh(name))
+    step, state = _compiled(name), _state(name)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     state_in = state
     state, _ = step(state, _batch(0), jax.random.key(5))
@@ -174,11 +174,8 @@ def _flat_network() -> Network:
 
 def _plain_step(network: Network, task):
     """A step of plain gradient descent on one device, which compiles fast."""
-    mixture = Mixture({"noise": task}, {"noise": 1.0})
-    config = {"batch_size": ROWS}
-    mesh = cases.mesh("one")
-    loss = cases.staged(network, mixture, mesh)
-    return make_train_step(loss, optax.sgd(0.1), _plain_state(), mesh=mesh, **config)
+    parts = {"objectives": {"noise": Objective(task)}, "optimizer": optax.sgd(0.1)}
+    return make_train_step(cases.task(network, **parts), (MAIN,), _plain_state())
 
 
 def _plain_state(*, step: int = 0, scale: float = 1.0) -> TrainState:
@@ -240,13 +237,9 @@ def test_eight_devices_evaluate_like_one_and_every_device_knows_every_row():
     batch = _batch(0)._replace(length_B=length_B)
     results = []
     for name in ("one", "cube"):
-        mesh = cases.mesh(name)
-        state = _state(mesh)
-        measure = functools.partial(
-            costs, toy.network(), is_causal=False, mask_id=toy.MASK, eos_id=toy.EOS
-        )
-        evaluate = compile_eval_step(measure, state.params, mesh=mesh, batch_size=ROWS)
-        nats_B = evaluate(state.params, batch, np.arange(ROWS), jax.random.key(2)).nats_B
+        params = _state(name).params
+        evaluate = make_eval_step(_task(name), params)
+        nats_B = evaluate(params, batch, np.arange(ROWS), jax.random.key(2))
         assert nats_B.is_fully_replicated
         results.append(np.asarray(nats_B))
     np.testing.assert_allclose(*results, rtol=2e-5)
@@ -258,16 +251,14 @@ def test_eight_devices_evaluate_like_one_and_every_device_knows_every_row():
 def test_losses_of_both_signs_add_up_within_the_rounding_of_their_parts(scale, is_refused):
     """Two parts of 400 and -399.6 that are each rounded by 0.1% or so."""
 
-    class BothSigns:
-        mixture = types.SimpleNamespace(fills=lambda rows, parts: rows == 8)
+    def draw(batch, key):
+        return jnp.tile(jnp.array([100.0, -99.9]), 4)
 
-        def draw(self, batch, key, step):
-            return jnp.tile(jnp.array([100.0, -99.9]), 4)
+    def loss(network, params, drawn):
+        total = drawn.sum()
+        rounded = total + 1e-3 * jnp.abs(total)
+        return jnp.where(total > 1, scale, 1.0) * rounded, jnp.ones(())
 
-        def __call__(self, params, part, step):
-            total = part.sum()
-            rounded = total + 1e-3 * jnp.abs(total)
-            return total, {"x": jnp.where(total > 1, scale, 1.0) * rounded}
-
+    task = _task(train={"accumulate": 2}, objectives={"x": Objective(draw, loss)})
     with pytest.raises(ValueError, match="'x' is") if is_refused else contextlib.nullcontext():
-        check_adds_up(BothSigns(), {}, mesh=cases.mesh("one"), seq_len=4, token_ids=(1, 2))
+        check_adds_up(task, toy.params())
