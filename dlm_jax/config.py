@@ -171,9 +171,7 @@ TRACKERS = ("tensorboard", "wandb")
 class TrainConfig(Section, name="train"):
     """The training run: steps, output paths, and intervals of logs, evaluations and checkpoints."""
 
-    out_dir: str = setting(
-        "runs/default", "directory of checkpoints, metrics and plots", is_free=True
-    )
+    out_dir: str = setting("runs/default", "directory of checkpoints and metrics", is_free=True)
     init_from: str = setting(
         "",
         "run, weights file, published directory, Hub id or shipped model with the initial "

@@ -20,7 +20,7 @@ from dlm_jax.batch.json_lines import Results
 from dlm_jax.data.pipeline import write_tokens
 from dlm_jax.store import save_weights
 from dlm_jax.store.files import check_bucket, copy_whole, located, replacing
-from dlm_jax.training.metrics import MetricsLog, plot_losses
+from dlm_jax.training.metrics import MetricsLog
 from dlm_jax.training.resume import write_config
 
 
@@ -41,7 +41,6 @@ def _results(path: Path) -> None:
 WRITERS = {
     "metrics.jsonl": _metrics,
     "config.toml": _config,
-    "loss.png": lambda path: plot_losses([{"kind": "train", "step": 1, "loss": 1.0}], path),
     "out.safetensors": lambda path: save_weights(path, {"w": np.ones(2, np.float32)}, {}),
     "ids.npy": lambda path: write_tokens(path, np.arange(3), vocab_size=9),
     "out.jsonl": _results,

@@ -48,7 +48,7 @@ from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.rules import with_rules
-from dlm_jax.settings import Rule, nearest
+from dlm_jax.settings import Rule
 from dlm_jax.store.files import check_regular
 from dlm_jax.store.weights import DEFAULT
 
@@ -205,28 +205,21 @@ def _defaults(
     """The settings of a preset, overridden by those of ``--default``, and the custom rules. The
     result is validated.
     """
-    table = with_rules(rules)
     own: dict[str, str] = {}
     for text in texts:
         name, is_given, value = text.partition("=")
-        name = name.strip().replace("-", "_")
         if not is_given:
             raise ValueError(f"--default {text} has no value; write --default temperature=0.7")
-        if name not in table.request_settings:
-            raise ValueError(
-                f"--default {text}: {name!r} is not a setting; {nearest(name, table.settings)}"
-            )
-        if name in own:
-            raise ValueError(f"--default {text}: {name} is given twice; remove one")
-        own[name] = value
+        own[name.strip().replace("-", "_")] = value
     settings = settings | ({"rules": list(rules)} if rules else {})
     if not own:
         return settings
+    table = with_rules(rules)
     try:
         settings = layered(settings, sample_settings(own, params_of(table)), table=table)
         settings_of_call(model, settings)
     except ValueError as error:
-        why = re.sub("^(command line: )?--", "", str(error))
+        why = re.sub("^(command line: )?(--)?", "", str(error))
         raise ValueError(f"--default {' --default '.join(texts)}: {why}") from None
     return settings
 

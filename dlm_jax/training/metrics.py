@@ -1,4 +1,4 @@
-"""Metrics of a run: a JSON lines file, trackers, and a plot of the losses."""
+"""Metrics of a run: a JSON lines file, and trackers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dlm_jax.distributed.mesh import CHIPS
-from dlm_jax.store.files import remove_leftovers, replacing, said, write_whole
+from dlm_jax.store.files import remove_leftovers, said, write_whole
 
 METRICS = "metrics.jsonl"
-PICTURE = "loss.png"
 
 CLOCK = frozenset(
     ("time", "run", "tokens_per_second", "step_seconds", "input_seconds")
@@ -54,7 +53,7 @@ class MetricsLog:
         self._path, self._report = Path(path), report
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Remove the temporary files of a killed run.
-        for name in (self._path.name, PICTURE, "config.toml"):
+        for name in (self._path.name, "config.toml"):
             remove_leftovers(self._path.with_name(name))
         valid = [record for record in read_records(self._path) if record["step"] <= step]
         write_whole(self._path, "".join(f"{json.dumps(record)}\n" for record in valid).encode())
@@ -125,34 +124,6 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise ValueError(f"{path} line {number} is not a record of metrics; move the file away")
         records.append(record)
     return records
-
-
-def plot_losses(records: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Plots the training loss and the held-out bound over the steps as a PNG.
-
-    Raises:
-      ValueError: matplotlib (extra ``plots``) is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("matplotlib is not installed; pip install 'dlm_jax[plots]'") from None
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for kind, name, label, style in (
-        ("train", "loss", "training loss", "-"),
-        ("evaluation", "bound", "held-out bound", "o-"),
-    ):
-        points = [(record["step"], record[name]) for record in records if record["kind"] == kind]
-        if points:
-            axes.plot(
-                *zip(*points, strict=True), style, label=f"{label} (last {points[-1][1]:.3f})"
-            )
-    axes.set(xlabel="step", ylabel="nats per token")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with replacing(path) as file:
-        figure.savefig(file, format="png")
 
 
 class _TensorBoard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,51 +113,41 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
     """
     where = f"train.out_dir={meta['config']['train']['out_dir']}"
     configs.from_saved(saved, where=f"the run in {where}")
-    meta = json.loads(json.dumps(meta))  # JSON has no tuples
-
-    def check(is_same: bool, what: str, remedy: str) -> None:
+    for is_same, what, remedy in _comparisons(json.loads(json.dumps(meta)), saved):
         if not is_same:
             raise ValueError(
                 f"{where} has a run {what}; {remedy} to resume it, or use another train.out_dir"
             )
 
-    check(
-        saved["corpus"]["sha256"] == meta["corpus"]["sha256"],
-        f"that was trained on a different text from {meta['corpus']['name']}",
-        "set data.source to the text of the other run",
-    )
-    drawn, draws = saved["randomness"], meta["randomness"]
-    before, now = drawn["version of jax"], draws["version of jax"]
-    check(
-        drawn["draws"] == draws["draws"],
-        f"that used jax {before}, which draws different random numbers from jax {now}",
-        f"use jax {before}",
-    )
+
+def _comparisons(meta: dict[str, Any], saved: dict[str, Any]) -> Iterator[tuple[bool, str, str]]:
+    """Whether two runs agree, how the saved one differs if not, and the remedy."""
+    what = f"that was trained on a different text from {meta['corpus']['name']}"
+    is_same = saved["corpus"]["sha256"] == meta["corpus"]["sha256"]
+    yield is_same, what, "set data.source to the text of the other run"
+    before, now = (one["randomness"]["version of jax"] for one in (saved, meta))
+    what = f"that used jax {before}, which draws different random numbers from jax {now}"
+    is_same = saved["randomness"]["draws"] == meta["randomness"]["draws"]
+    yield is_same, what, f"use jax {before}"
     here, there = configs.flat(meta["config"]), configs.flat(saved["config"])
     steps, most = here["train.steps"], there["train.steps"]
-    check(
-        steps >= most,
-        f"with train.steps={most}, but this run has {steps}",
-        f"raise train.steps to {most} or more",
-    )
-    # A head may be trained on rows that were filled with the recommended settings.
+    what = f"with train.steps={most}, but this run has {steps}"
+    yield steps >= most, what, f"raise train.steps to {most} or more"
+    # The critic may be trained on rows that were filled with the recommended settings.
     reads = READS if here["model.add_critic_head"] else ()
     fixed = (set(there) - FREE) | {f"sample.{key}" for key in reads}
     # The tokenizer determines the vocabulary size, so the error names the tokenizer.
-    for key in sorted(there, key=lambda key: key == "model.vocab_size"):
-        check(
-            key not in fixed or here.get(key) == there[key],
-            f"with {key}={there[key]!r}, but this run has {here.get(key)!r}",
-            f"set {key}={there[key]!r}",
-        )
+    for key in sorted(fixed, key=lambda key: (key == "model.vocab_size", key)):
+        what = f"with {key}={there[key]!r}, but this run has {here.get(key)!r}"
+        yield here.get(key) == there[key], what, f"set {key}={there[key]!r}"
     # If the tokenizer file has changed, the tokenizers differ although the configs are equal.
-    same = saved["tokenizer"] == meta["tokenizer"]
-    check(same, "with a different tokenizer", "use that tokenizer")
-    same = saved.get("chat_template") in (None, meta.get("chat_template"))
-    check(same, "with a different chat template", "use that template")
+    is_same = saved["tokenizer"] == meta["tokenizer"]
+    yield is_same, "with a different tokenizer", "use that tokenizer"
+    is_same = saved.get("chat_template") in (None, meta.get("chat_template"))
+    yield is_same, "with a different chat template", "use that template"
     for part in saved["own"] | meta["own"]:
         before, now = saved["own"].get(part), meta["own"].get(part)
-        check(before == now, f"whose {part} is {before}, but here it is {now}", "pass the same")
+        yield before == now, f"whose {part} is {before}, but here it is {now}", "pass the same"
 
 
 def check_metrics(asked: Config, identity: str, *, is_new: bool) -> None:

@@ -24,7 +24,6 @@ class _Started(Exception):
         (train.main, ["--config", "no_config_here.toml"]),
         (train.main, ["--config", "no_config_here.toml", "--print-config"]),
         (train.main, ["--resume", "no_run_here", "--dry-run"]),
-        (train.main, ["--plot", "no_run_here"]),
         (sample.main, ["--checkpoint", "no_run_here"]),
         (sample.main, ["--rules", "no_module_here"]),
         (sample.main, ["--host-sampler", "no_module_here:f", "--prompt", "a"]),

@@ -14,7 +14,7 @@ import pytest
 from dlm_jax.objectives.canvas_denoising import canvas_denoising
 from dlm_jax.objectives.corruption import LINEAR
 from dlm_jax.objectives.objective import Batch
-from dlm_jax.objectives.processes import Uniform
+from dlm_jax.objectives.processes import PROCESSES
 from dlm_jax.types import Network
 
 V, MASK, LENGTH, CANVAS, ROWS = 7, 6, 11, 3, 100
@@ -46,7 +46,7 @@ PARAMS = NETWORK.init(jax.random.key(0))
 @functools.cache
 def objective(text_weight: float = 1.0, conditioned_share: float = 0.5):
     return canvas_denoising(
-        Uniform(), schedule=LINEAR, canvas_length=CANVAS, text_weight=text_weight,
+        PROCESSES["uniform"], schedule=LINEAR, canvas_length=CANVAS, text_weight=text_weight,
         conditioned_share=conditioned_share, mask_id=MASK, noise_ids=(0, 1, 2, 3),
     )  # fmt: skip
 

@@ -22,7 +22,6 @@ from dlm_jax.objectives.objective import (
 )
 from dlm_jax.objectives.processes import (
     PROCESSES,
-    Masked,
     Process,
     divergence,
 )
@@ -178,7 +177,7 @@ def test_the_masked_bound_is_the_weighted_cross_entropy():
     """The general formula at its corner: -alpha' / (1 - alpha) times the cross-entropy at MASK."""
     level = jnp.array([0.2, 0.9, 0.5, 0.5])
     clean, shown = jnp.array([0, 2, 1, 3]), jnp.array([MASK, MASK, 1, MASK])
-    noise = Masked().noise(
+    noise = PROCESSES["masked"].noise(
         clean[:, None], shown[:, None], level, jnp.ones(4), jnp.zeros(4, bool), **IDS
     )
     logits = jnp.asarray(table()[:4, 0]).at[:, MASK].set(-jnp.inf)

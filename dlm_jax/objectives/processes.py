@@ -12,8 +12,9 @@ For every process, the level at a time is the ``masked_ratio`` of the noise sche
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,24 +58,20 @@ class Noise(NamedTuple):
     is_first: jax.Array
 
 
+@dataclass(frozen=True)
 class Process:
     """A forward process, defined by its `shares`.
 
     Attributes:
       name: value of ``objective.process``.
+      shares: ``(level) -> Shares`` at levels in [0, 1], a differentiable function. All tokens are
+        clean at level 0, and none are clean at level 1. The shares at level 1 define the prior.
       is_masked: whether MASK is the only noise, so that all visible tokens are correct.
     """
 
-    name: ClassVar[str]
-    is_masked: ClassVar[bool] = False
-
-    def shares(self, level: jax.Array, /) -> Shares:
-        """The `Shares` at levels in [0, 1], as a differentiable function.
-
-        All tokens are clean at level 0, and none are clean at level 1. The shares at level 1 define
-        the prior.
-        """
-        raise NotImplementedError
+    name: str
+    shares: Callable[[jax.Array], Shares]
+    is_masked: bool = False
 
     def rates(self, level: jax.Array) -> Shares:
         """Forward rates of the noise per unit of level, multiplied by ``alpha``. ``text`` is the
@@ -156,34 +153,23 @@ class Process:
         )
 
 
-class Masked(Process):
+def _masked(level: jax.Array) -> Shares:
     """Replaces each free token with MASK; the probability equals the level (Sahoo et al. 2024,
-    MDLM).
-
-    The bound is the weighted cross-entropy of `dlm_jax.objectives.objective.elbo`.
+    MDLM). The bound is the weighted cross-entropy of `dlm_jax.objectives.objective.elbo`.
     """
-
-    name = "masked"
-    is_masked = True
-
-    def shares(self, level: jax.Array, /) -> Shares:
-        return Shares(1.0 - level, level, jnp.zeros_like(level))
+    return Shares(1.0 - level, level, jnp.zeros_like(level))
 
 
-class Uniform(Process):
+def _uniform(level: jax.Array) -> Shares:
     """Replaces each free token with a uniform noise id; the probability equals the level.
 
     Every token can change during sampling (Schiff et al. 2024, UDLM, section 4). As in GIDD, the
     network is not conditioned on the level.
     """
-
-    name = "uniform"
-
-    def shares(self, level: jax.Array, /) -> Shares:
-        return Shares(1.0 - level, jnp.zeros_like(level), level)
+    return Shares(1.0 - level, jnp.zeros_like(level), level)
 
 
-class Mixed(Process):
+def _mixed(level: jax.Array) -> Shares:
     """A mixture of MASK and uniform noise. The probability of uniform noise is 0 at levels 0 and 1,
     and p = 0.1 at level 1/2.
 
@@ -191,20 +177,20 @@ class Mixed(Process):
     sqrt(v (1 - v)) / C``, where ``C = 1 + B sqrt(v (1 - v))`` and ``B = 2 p / (1 - p)`` (von Rutte
     et al. 2025, GIDD, section 4.1 with gamma = 1).
     """
-
-    name = "mixed"
-
-    def shares(self, level: jax.Array, /) -> Shares:
-        most = 2.0 * 0.1 / (1.0 - 0.1)
-        product = level * (1.0 - level)
-        # The slope of a square root is infinite at the ends.
-        is_inside = product > 0
-        root = jnp.where(is_inside, jnp.sqrt(jnp.where(is_inside, product, 1.0)), 0.0)
-        total = 1.0 + most * root
-        return Shares((1.0 - level) / total, level / total, most * root / total)
+    most = 2.0 * 0.1 / (1.0 - 0.1)
+    product = level * (1.0 - level)
+    # The slope of a square root is infinite at the ends.
+    is_inside = product > 0
+    root = jnp.where(is_inside, jnp.sqrt(jnp.where(is_inside, product, 1.0)), 0.0)
+    total = 1.0 + most * root
+    return Shares((1.0 - level) / total, level / total, most * root / total)
 
 
-PROCESSES: Mapping[str, Process] = {one.name: one for one in (Masked(), Uniform(), Mixed())}
+PROCESSES: Mapping[str, Process] = {
+    "masked": Process("masked", _masked, is_masked=True),
+    "uniform": Process("uniform", _uniform),
+    "mixed": Process("mixed", _mixed),
+}
 """Processes by ``objective.process``."""
 
 
