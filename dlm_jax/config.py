@@ -783,15 +783,12 @@ class Config:
     def _problems(self) -> Iterator[tuple[str, str]]:
         """Keys of values that contradict others, each with ``why; remedy``."""
         model, train, sample, length = self.model, self.train, self.sample, self.data.seq_len
-        is_fresh, share = not train.init_from, self.objective.denoising_share
+        is_fresh = not train.init_from
         if self.optim.warmup_steps >= train.steps > 1:
             yield "optim.warmup_steps", f"is not less than train.steps={train.steps}; lower it"
         if sample.gen_length > length:
             why = f"does not fit the canvas of data.seq_len={length}"
             yield "sample.gen_length", f"{why}; lower it, or use 0 to fill the canvas"
-        if 0 < share < 1 and not 1 <= round(share * train.batch_size) < train.batch_size:
-            why = f"of train.batch_size={train.batch_size} rows leaves an objective without rows"
-            yield "objective.denoising_share", f"{why}; raise train.batch_size"
         if is_fresh:
             problem = "requires train.init_from, which is empty; name a model"
             if self.data.tokenizer == INIT:

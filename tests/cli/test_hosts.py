@@ -142,3 +142,21 @@ def test_two_killed_hosts_continue_as_if_uninterrupted(tmp_path):
         name = "loss" if one["kind"] == "train" else "bound"
         assert one[name] == pytest.approx(expected[name], rel=1e-3)
     assert records[-1]["bound"] == pytest.approx(alone.bound, rel=1e-3)
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+def test_two_processes_train_like_one_however_they_share_the_work(tmp_path, axis):
+    tiny_run.run(tmp_path / "alone")
+    changes = {"mesh__data": 1, f"mesh__{axis}": 2}
+    children = _two(tmp_path / "together", train__sample_every=5, **changes)
+    outputs = [child.communicate(timeout=400) for child in children]
+    assert [child.returncode for child in children] == [0, 0], outputs
+    assert outputs[0][0].count("\n---\n") == 2
+    # The library of collectives greets, in lines that its threads mix.
+    assert outputs[1][0] == re.sub(r".*connected peer ranks.*\n", "", outputs[1][1]) == ""
+    assert "sample at step 20" in outputs[0][1]
+    ours, theirs = (tiny_run.records(tmp_path / name) for name in ("together", "alone"))
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        for name in a.keys() - {"kind"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-3), (name, a, b)

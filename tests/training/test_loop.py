@@ -184,12 +184,3 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_nothing_is_saved_after_it(t
     assert "step 7 is not finite: loss nan" in line
     assert "lower the learning rate" in line
     assert all(np.isfinite(record.get("loss", 0)) for record in tiny_run.records(tmp_path))
-
-
-@pytest.mark.slow
-def test_parameters_that_overflow_are_not_saved_though_the_loss_before_was_finite(tmp_path):
-    changes = {"optim__learning_rate": 1e38, "optim__adam_learning_rate": 1e38}
-    outcome = tiny_run.run(tmp_path, train__checkpoint_every=1, **changes)
-    assert outcome.reason == "non_finite"
-    # The lock on the directory of checkpoints makes it; nothing is put there.
-    assert not [*(tmp_path / "checkpoints").iterdir()]
