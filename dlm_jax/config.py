@@ -835,50 +835,49 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     return msgspec.to_builtins(config)
 
 
-def from_dict(raw: Mapping[str, Any], *, where: str) -> Config:
+def from_dict(raw: Mapping[str, Any], *, where: str, saved_by: str = "") -> Config:
     """Config from nested JSON values; `where` names their source in errors.
 
     Raises:
-      ValueError: a section or key is unknown (the message suggests the nearest match), or a value
-        has the wrong type or is out of range.
+      ValueError: sections or keys are unknown (the message suggests the nearest match, or, for a
+        model `saved_by` a version, names all of them), or a value has the wrong type or is out of
+        range.
     """
-    sections = {}
     for name, values in raw.items():
-        _check_known(name, SECTIONS, f"{where}: unknown section")
         if not isinstance(values, Mapping):
+            _check_known(name, SECTIONS, f"{where}: unknown section")
             raise ValueError(
                 f"{where}: {name}={values!r} is not a section; write [{name}] above its keys"
             )
-    for key in flat(raw):
+    sections = [name for name in raw if name not in SECTIONS]
+    known = {name: values for name, values in raw.items() if name in SECTIONS}
+    keys = [key for key in flat(known) if key not in SETTINGS]
+    if saved_by and (sections or keys):
+        unknown = ", ".join(map(repr, [f"[{name}]" for name in sections] + keys))
+        raise ValueError(
+            f"{where}: unknown {unknown}, saved by dlm_jax {saved_by}; use that version, or remove "
+            "them from the saved config (docs/training.md)"
+        )
+    for name in sections:
+        _check_known(name, SECTIONS, f"{where}: unknown section")
+    for key in keys:
         _check_known(key, SETTINGS, f"{where}: unknown key")
+    made = {}
     try:
-        for name, cls in SECTIONS.items():
-            given = raw.get(name, {})
-            typed = {key: _typed(given[key], cls.declared[key], f"{name}.{key}") for key in given}
-            sections[name] = cls(**typed)
-        return Config(**sections)
+        for name, values in known.items():
+            cls = SECTIONS[name]
+            typed = {k: _typed(v, cls.declared[k], f"{name}.{k}") for k, v in values.items()}
+            made[name] = cls(**typed)
+        return Config(**made)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
 def from_saved(meta: Mapping[str, Any], *, where: str) -> Config:
-    """Config of a saved model, from its metadata; `where` names the model in errors.
-
-    Raises:
-      ValueError: another version wrote keys that this one does not have (the message names all of
-        them), or `from_dict` fails.
-    """
-    raw = meta["config"]
-    unknown = [f"[{section}]" for section in raw if section not in SECTIONS]
-    known = {section: values for section, values in raw.items() if section in SECTIONS}
-    unknown += [key for key in flat(known) if key not in SETTINGS]
-    if unknown:
-        version = (meta.get("program") or {}).get("version of dlm_jax", "of another version")
-        raise ValueError(
-            f"{where}: unknown {', '.join(map(repr, unknown))}, saved by dlm_jax {version}; use "
-            "that version, or remove them from the saved config (docs/training.md)"
-        )
-    return from_dict(raw, where=where)
+    """Config of a saved model, from its metadata; `where` names the model in errors."""
+    program = meta.get("program") or {}
+    version = program.get("version of dlm_jax", "of another version")
+    return from_dict(meta["config"], where=where, saved_by=version)
 
 
 def load(path: str | Path | None, overrides: Mapping[str, str] | None = None) -> Config:

@@ -56,6 +56,14 @@ def state_bytes(task: Task) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
+def bytes_per_device(tree: Any) -> int:
+    """The size in bytes of the shards of one device, for arrays or their shapes."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
 def check_model_fits(model: ModelConfig, positions: int, mesh: Mesh) -> None:
     """Raises ValueError if the size of a Transformer axis is not divisible by its mesh axis."""
     context, kind = mesh.shape.get("context", 1), model.attention_type
@@ -196,10 +204,7 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
             "smaller train.batch_size"
         ) from None
     memory = cast(Any, compiled.memory_analysis())
-    state_size = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
-    )
+    state_size = bytes_per_device(state)
     size = {"num_rows": train.batch_size, "num_positions": config.data.seq_len}
     return Plan(
         config=config,

@@ -46,7 +46,13 @@ from dlm_jax.store import Checkpoints
 from dlm_jax.store.files import DirectoryLock, check_bucket, located, own_source, program_facts
 from dlm_jax.training.init_from import checkpoints_of, kept_of, load_data
 from dlm_jax.training.metrics import METRICS, TRACKERS, MetricsLog, check_trackers, peak_flops
-from dlm_jax.training.plan import check_model_fits, mesh_config, model_flops, state_bytes
+from dlm_jax.training.plan import (
+    bytes_per_device,
+    check_model_fits,
+    mesh_config,
+    model_flops,
+    state_bytes,
+)
 from dlm_jax.training.resume import (
     FOLDER,
     Best,
@@ -277,10 +283,7 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
             meta["run"] = on_first_process(lambda: secrets.token_hex(8))
             meta |= kept_of(config, report=report)
             require_room(
-                sum(
-                    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-                    for leaf in jax.tree.leaves(abstract_state(task))
-                ),
+                bytes_per_device(abstract_state(task)),
                 task.mesh.devices.flat,
                 "the training state",
                 "use a smaller [model], or split it over more devices with mesh.fsdp",
