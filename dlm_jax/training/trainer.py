@@ -236,6 +236,39 @@ def train(
         return run_loop(run, show_sample=show_sample, callbacks=callbacks)
 
 
+def problem(
+    config: Config | str | PathLike[str],
+    *,
+    report: Callable[[str], None] = lambda line: None,
+    **parts: Any,
+) -> Task:
+    """The training of a config as pure functions, for a custom loop. Only `Task.save` writes a
+    file.
+
+    `parts` are the custom network, objective and heads; they and the errors are as for `train`.
+    """
+    config = config if isinstance(config, Config) else configs.load(str(config))
+    # Processes agree before they read data. The data determines the vocabulary, so the size of the
+    # model, and so the default of mesh.fsdp.
+    check_same_everywhere(facts_of(config))
+    check_settings()
+    train = config.train
+    mesh = make_mesh(mesh_config(config.mesh, jax.devices()))
+    compiler.options("train", mesh, config.mesh.compiler_options)
+    share_of_batch(batch_sharding(mesh, train.batch_size, train.accumulate), train.batch_size)
+    check_trackers(train.trackers)
+    on_first_process(lambda: check_bucket("train.checkpoint_dir", checkpoints_of(config)))
+    config, corpus = load_data(config, report=report)
+    check_same_everywhere({"data.source": corpus.sha256})
+    task = make_task(config, corpus.tokenizer, mesh, corpus=corpus, **parts)
+    if parts.get("network") is None:
+        devices = list(mesh.devices.flat)
+        mesh = make_mesh(mesh_config(config.mesh, devices, lambda: state_bytes(task)))
+        check_model_fits(config.model, config.data.seq_len, mesh)
+        task = replace(task, mesh=mesh)
+    return task
+
+
 def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> Run:
     """Prepares the run of `config`. Resumes if the directory contains checkpoints.
 
@@ -314,39 +347,6 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
         checkpoints=checkpoints,
         best=best,
     )
-
-
-def problem(
-    config: Config | str | PathLike[str],
-    *,
-    report: Callable[[str], None] = lambda line: None,
-    **parts: Any,
-) -> Task:
-    """The training of a config as pure functions, for a custom loop. Only `Task.save` writes a
-    file.
-
-    `parts` are the custom network, objective and heads; they and the errors are as for `train`.
-    """
-    config = config if isinstance(config, Config) else configs.load(str(config))
-    # Processes agree before they read data. The data determines the vocabulary, so the size of the
-    # model, and so the default of mesh.fsdp.
-    check_same_everywhere(facts_of(config))
-    check_settings()
-    train = config.train
-    mesh = make_mesh(mesh_config(config.mesh, jax.devices()))
-    compiler.options("train", mesh, config.mesh.compiler_options)
-    share_of_batch(batch_sharding(mesh, train.batch_size, train.accumulate), train.batch_size)
-    check_trackers(train.trackers)
-    on_first_process(lambda: check_bucket("train.checkpoint_dir", checkpoints_of(config)))
-    config, corpus = load_data(config, report=report)
-    check_same_everywhere({"data.source": corpus.sha256})
-    task = make_task(config, corpus.tokenizer, mesh, corpus=corpus, **parts)
-    if parts.get("network") is None:
-        devices = list(mesh.devices.flat)
-        mesh = make_mesh(mesh_config(config.mesh, devices, lambda: state_bytes(task)))
-        check_model_fits(config.model, config.data.seq_len, mesh)
-        task = replace(task, mesh=mesh)
-    return task
 
 
 def part_name(part: Any) -> str:
