@@ -42,7 +42,8 @@ TOKENIZER: Any = Tokenizer()
 def config(train: Mapping[str, Any] | None = None, **sections: Any) -> Config:
     """The config of the toy model with some sections replaced."""
     given = {"batch_size": ROWS, "init_from": "another run"} | dict(train or {})
-    return Config(**({"model": toy.config()} | sections), train=TrainConfig(**given))
+    parts: dict[str, Any] = {"model": toy.config()} | sections
+    return Config(**parts, train=TrainConfig(**given))
 
 
 def task(

@@ -252,12 +252,12 @@ def problem(
     # model, and so the default of mesh.fsdp.
     check_same_everywhere(facts_of(config))
     check_settings()
-    train = config.train
+    train, checkpoints = config.train, checkpoints_of(config)
     mesh = make_mesh(mesh_config(config.mesh, jax.devices()))
     compiler.options("train", mesh, config.mesh.compiler_options)
     share_of_batch(batch_sharding(mesh, train.batch_size, train.accumulate), train.batch_size)
     check_trackers(train.trackers)
-    on_first_process(lambda: check_bucket("train.checkpoint_dir", checkpoints_of(config)))
+    on_first_process(lambda: check_bucket("train.checkpoint_dir", checkpoints))
     config, corpus = load_data(config, report=report)
     check_same_everywhere({"data.source": corpus.sha256})
     task = make_task(config, corpus.tokenizer, mesh, corpus=corpus, **parts)
