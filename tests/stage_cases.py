@@ -51,7 +51,6 @@ def task(
     objectives: dict[str, Objective] | None = None,
     place: Mesh | None = None,
     *,
-    heads: tuple[Head, ...] = (),
     optimizer: Any = None,
     **changes: Any,
 ) -> Task:
@@ -63,7 +62,6 @@ def task(
         place or mesh(),
         network=network or toy.network(),
         objective=lambda config, tokenizer: given,
-        heads=heads,
         optimizer=optimizer,
     )
 
