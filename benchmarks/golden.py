@@ -41,6 +41,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 import dlm_jax  # noqa: E402
+from dlm_jax.contrib import remdm  # noqa: E402
 from dlm_jax.contrib.edits import Lead  # noqa: E402
 from dlm_jax.contrib.speculative import Speculative  # noqa: E402
 from dlm_jax.hf import llada, qwen  # noqa: E402
@@ -48,6 +49,7 @@ from dlm_jax.hf import llada, qwen  # noqa: E402
 Settings = dict[str, Any]
 _RANDOM: Settings = {"order": "random", "fill": "parallel"}
 _SURE: Settings = {"order": "low_confidence", "fill": "parallel"}
+_REMDM: Settings = {"rules": remdm, "order": "ancestral_remdm", "fill": "parallel"}
 _SHORT: Settings = {"gen_length": 24, "steps": 8}
 
 SHAKESPEARE: dict[str, Settings] = {
@@ -73,9 +75,9 @@ SHAKESPEARE: dict[str, Settings] = {
     "scheduled by critic": {"remask": "scheduled", "remask_by": "critic", "remask_start": 0.3},
     "scheduled threshold": _SURE | {"remask": "scheduled_threshold"},
     "scheduled with chance": _SURE | {"remask": "scheduled", "remask_randomness": 0.5},
-    "remdm_cap": {"order": "ancestral", "fill": "parallel", "remask": "remdm_cap"},
-    "remdm_rescale": {"order": "ancestral", "fill": "parallel", "remask": "remdm_rescale"},
-    "remdm_conf": {"order": "ancestral", "fill": "parallel", "remask": "remdm_conf"},
+    "remdm_cap": _REMDM | {"remask": "remdm_cap"},
+    "remdm_rescale": _REMDM | {"remask": "remdm_rescale"},
+    "remdm_conf": _REMDM | {"remask": "remdm_conf"},
     "renoise random": _RANDOM | {"renoise": "random", "renoise_start": 0.3, "resample": True,
                                  "schedule": "all"},
     "edits by uncertainty": _RANDOM | {"edit": True, "edit_token": "mask",

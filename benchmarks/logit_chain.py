@@ -51,7 +51,7 @@ def chain_program(names: list[str]) -> Program:
     """A function that draws through these transforms, and its arguments."""
     settings = {key: value for name in names for key, value in ON[name].items()}
     sample = SamplingParams(chain=tuple(names), **settings)
-    chain = BUILT_IN.pack_chain([sample] * ROWS, ModelFacts(vocab_size=VOCAB))
+    chain = BUILT_IN.pack([sample] * ROWS, ModelFacts(vocab_size=VOCAB)).chain
     tokens, rows = jnp.zeros((ROWS, 64), jnp.int32), jnp.arange(POSITIONS, dtype=jnp.int32) % ROWS
     context = Context(tokens, tokens, tokens > 0, jnp.full(ROWS, 64))
     at = At(rows, 0 * rows, jax.random.split(jax.random.key(1), POSITIONS), rows >= 0)

@@ -69,7 +69,7 @@ HEADS: dict[str, dict[str, str]] = {
         ("random", "none", "linear", "wavefront", "confidence"),
         ("low_confidence", "scheduled", "all", "wavefront", "critic"),
         ("left_to_right", "scheduled_threshold", "linear", "wavefront", "critic"),
-        ("ancestral", "remdm_cap", "linear", "wavefront", "confidence"),
+        ("ancestral", "scheduled", "linear", "wavefront", "confidence"),
         ("threshold", "scheduled", "linear", "parallel", "critic"),
         ("entropy_bound", "scheduled", "all", "wavefront", "confidence"),
         ("random_filled", "none", "linear", "wavefront", "confidence"),
@@ -86,9 +86,9 @@ EDITS: dict[str, dict[str, Any]] = {
     for order, remask, schedule, fill, renoise, edit_schedule, scoring in (
         ("random", "scheduled", "linear", "parallel", 0.2, "cosine", "uncertainty"),
         ("low_confidence", "none", "all", "wavefront", 0.0, "linear", "uncertainty"),
-        ("left_to_right", "remdm_conf", "linear", "parallel", 0.0, "cosine", "uncertainty"),
+        ("left_to_right", "scheduled", "linear", "parallel", 0.0, "cosine", "uncertainty"),
         ("margin", "none", "all", "parallel", 0.3, "linear", "uncertainty"),
-        ("ancestral", "remdm_cap", "linear", "wavefront", 0.0, "cosine", "uncertainty"),
+        ("ancestral", "none", "linear", "wavefront", 0.0, "cosine", "uncertainty"),
         ("threshold", "scheduled_threshold", "linear", "parallel", 0.1, "cosine", "uncertainty"),
         ("entropy_bound", "none", "all", "parallel", 0.0, "cosine", "uncertainty"),
         ("left_to_right", "none", "all", "parallel", 0.0, "cosine", "likelihood"),
@@ -187,7 +187,6 @@ def samples(name: str, count: int, seed: int = 0) -> list[SamplingParams]:
             remask_start=float(rng.uniform(0.3, 0.9)),
             remask_end=float(rng.uniform(0.0, 0.3)),
             remask_randomness=float(rng.uniform(0.0, 0.5)),
-            remask_eta=0.3 if has_edits(name) else (0.0, 0.3, 0.8)[index % 3],
             sampler_min_neighbors_ratio=(0.01, 0.3, 1.0)[index % 3],
             sampler_spread_seeds=index % 2 == 1,
             sampler_even_odd=index % 4 > 1,
@@ -240,6 +239,7 @@ def _decoders(rng: np.random.Generator, index: int, table: RuleTable) -> dict[st
         "slow_steps": 1 + index % 4,
         "slow_spread": float(rng.uniform(0.0, 3.0)),
         "verify_threshold": (0.0, 0.2, 0.4)[index % 3],
+        "remask_eta": (0.0, 0.3, 0.8)[index % 3],
         "induced_threshold": float(rng.uniform(0.1, 0.3)),
         "apart_threshold": float(rng.uniform(0.1, 0.3)),
         "dependence": float(rng.uniform(0.0, 0.2)),
@@ -316,7 +316,7 @@ def make_state(
     )
     remask = defined["Doubtful"](jnp.array([s.remask_end for s in settings], jnp.float32))
     state = canvases.make_state(rows, rule, remask=remask, positions=positions)
-    softened = defined["Softened"](jnp.array([s.remask_eta for s in settings], jnp.float32))
+    softened = defined["Softened"](jnp.array([s.remask_randomness for s in settings], jnp.float32))
     chained = chain(state.rules.chain, softened)
     rules = state.rules._replace(chain=chained)
     return state._replace(rules=rules, chain_state=chained.init(len(rows)))

@@ -172,7 +172,7 @@ def test_a_rule_of_the_wrong_kind_is_refused():
     _refused(f"rule Kindless {KIND}", rules=[Kindless])
     _refused(
         f"rules has {Plain!r}, which is not a rule; pass modules, or classes decorated by "
-        "dlm_jax.rule that subclass CommitRule, LogitTransform, ...", rules=[Plain],
+        "dlm_jax.rule", rules=[Plain],
     )  # fmt: skip
     _refused(
         "rules is the class Leftmost; pass a list of classes or a module with classes",

@@ -179,7 +179,7 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
     The arguments are those of `generate`.
     """
     sample = settings_of_call(model, settings)
-    chain = sample.table.pack_chain([sample], model.facts)
+    chain = sample.table.chain_columns([sample], model.facts)
     lines = [f"{name}: device" for name in dict.fromkeys(chain.names)]
     last = "draw: device"
     if host_sampler is not None:

@@ -182,14 +182,14 @@ def check_settings(model: Model, sample: SamplingParams) -> None:
     why = f"fills holes, but the model was trained with objective.process={process!r}"
     is_fine = model.process.is_masked or sample.is_noise
     require(is_fine, "order", sample.order, why, "use order='posterior'")
-    for rule in sample.table.checks(sample):
+    for rule in sample.table.of(sample):
         rule.check_model(sample, facts)
     sample.table.check_chain(sample, facts)
 
 
 def check_trace(sample: SamplingParams) -> None:
     """Raises ValueError for settings that do not support traces and replay."""
-    for rule in sample.table.checks(sample):
+    for rule in sample.table.of(sample):
         rule.check_trace(sample)
 
 

@@ -37,20 +37,14 @@ def noise(keys_N: Array) -> Array:
     return (bits_N6[:, :3] * 2.0**-32 + bits_N6[:, 3:] * 2.0**-64).T
 
 
-def draw_with(
-    logits_NV: Array,
-    noise: Array,
-    divisor_N: Array | None = None,
-    *,
-    weight_NC: Array | None = None,
-) -> Array:
-    """The ids that `draw` would return for logits divided by `divisor_N` (1 if None), given the
-    `noise` of the keys and the sums of `vocab.exp_columns`, if they are known.
+def draw_with(logits_NV: Array, noise: Array, *, weight_NC: Array | None = None) -> Array:
+    """The ids that `draw` would return, given the `noise` of the keys and the sums of
+    `vocab.exp_columns`, if they are known.
     """
     # Never draw from bfloat16 logits, because their tail collapses.
     logits_NV = logits_NV.astype(jnp.float32)
     if weight_NC is None:
-        _, weight_NC = vocab.exp_columns(logits_NV, divisor_N)
+        _, weight_NC = vocab.exp_columns(logits_NV)
     # Three levels, each with its own uniform number: group of columns, column, member.
     N, C = weight_NC.shape
     size = max(1, round(C**0.5))
@@ -61,8 +55,6 @@ def draw_with(
     weight_NS = jnp.take_along_axis(weight_NGS, group_N[:, None, None], axis=1)[:, 0]
     column_N = group_N * size + _pick(weight_NS, noise[1])
     member_NM, _ = vocab.members(logits_NV, column_N)
-    if divisor_N is not None:
-        member_NM = vocab.divide(member_NM, divisor_N)
     # Weights are relative to the maximum of the column, so that not all of them underflow.
     peak_N1 = member_NM.max(-1, keepdims=True)
     weight_NM = jnp.exp(member_NM - jnp.where(peak_N1 == -jnp.inf, 0.0, peak_N1))
@@ -73,7 +65,6 @@ def choose_with(
     logits_NV: Array,
     noise: Array,
     is_greedy_N: Array,
-    divisor_N: Array | None = None,
     *,
     weight_NC: Array | None = None,
 ) -> Array:
@@ -89,7 +80,7 @@ def choose_with(
     drawn_N = jax.lax.cond(
         is_greedy_N.all(),
         lambda x, n: none_N,
-        lambda x, n: draw_with(x, n, divisor_N, weight_NC=weight_NC),
+        lambda x, n: draw_with(x, n, weight_NC=weight_NC),
         logits_NV,
         noise,
     )

@@ -43,7 +43,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_values(self, self.declared)
-        for rule in (RowParams, *self.table.checks(self)):
+        for rule in (RowParams, *self.table.of(self)):
             rule.check(self)
 
     @property
@@ -156,8 +156,7 @@ def given_settings(
 
     A rule object selects its rule and gives all its fields. A list of ``transforms`` is the whole
     chain: the settings of all other transforms have their defaults. If it begins with ``...``, the
-    chain of the model comes first. ``rules`` are custom rules (see
-    `classes_of`).
+    chain of the model comes first. ``rules`` are custom rules (see `classes_of`).
 
     Args:
       layers: mappings from names to settings. Later layers take precedence. ``transforms`` (a list
@@ -172,11 +171,10 @@ def given_settings(
     """
     objects = [_rule_objects(layer) for layer in layers]
     classes = [cls for layer in layers for cls in classes_of(layer.get("rules"))]
-    classes += [type(rule) for found in objects for slot, rule in found if SLOTS[slot].selector]
-    table = with_rules(classes)
+    classes += [type(rule) for pairs in objects for slot, rule in pairs if SLOTS[slot].selector]
+    table, rows = with_rules(classes), set()
     named = (_with_names(table, *one) for one in zip(layers, objects, strict=True))
     settings = layered(*named, table=table)
-    rows = set()
     for name, value in settings.items():
         setting = table.settings.get(name)
         is_list = isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1
@@ -185,9 +183,8 @@ def given_settings(
         rows.add(name)
         settings[name] = list(value)
         if len(value) != num_rows:
-            raise ValueError(
-                f"{name} has {len(value)} values for {num_rows} rows; pass one value or one per row"
-            )
+            remedy = "pass one value or one per row"
+            raise ValueError(f"{name} has {len(value)} values for {num_rows} rows; {remedy}")
     return table, settings, frozenset(rows)
 
 
@@ -199,28 +196,26 @@ def values_of_row(settings: Mapping[str, Any], rows: frozenset[str], index: int)
 
 def _rule_objects(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The rule objects of a layer, each with its slot; functions become transforms."""
-    found: list[tuple[str, Any]] = []
+    objects: list[tuple[str, Any]] = []
     for slot, (base, selector, _) in SLOTS.items():
         value: Any = layer.get(slot)
-        if slot == "transforms" and not isinstance(value, list | tuple | None):
+        is_chain = slot == "transforms"
+        if is_chain and not isinstance(value, list | tuple | None):
             raise ValueError(f"transforms is {shown_rule(value)}; pass a list, such as [..., f]")
         is_object = isinstance(value, base) or (selector and isinstance(value, Rule | type))
         if value is None or not (is_object or slot in ("transforms", "commit")):
             continue  # a name or a value of the setting of this name
-        rules: list[Any] = [value]
-        if slot == "transforms":
-            rules = list(layer[slot])
-            rules = rules[1:] if rules[:1] == [...] else rules
+        if selector != slot and selector in layer:
+            raise ValueError(f"{slot} and {selector} both select a rule; pass only one")
+        rules = list(value)[bool(value) and value[0] is ... :] if is_chain else [value]
         for rule in rules:
-            if slot == "transforms" and callable(rule) and not isinstance(rule, Rule | type):
+            if is_chain and callable(rule) and not isinstance(rule, Rule | type):
                 rule = function_transform(rule)
             if not isinstance(rule, base):
                 kind = base_name(base)
                 raise ValueError(f"{slot} is {shown_rule(rule)}, which is not a {kind} object")
-            found.append((slot, rule))
-        if selector != slot and selector in layer:
-            raise ValueError(f"{slot} and {selector} both select a rule; pass only one")
-    return found
+            objects.append((slot, rule))
+    return objects
 
 
 def _with_names(

@@ -15,45 +15,24 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import (
     CommitContext,
+    StepRule,
     WithState,
     certain,
     exceeds,
-    head_of,
-    log_each,
     most,
     uniform,
-)
-from dlm_jax.sampling.commit.orders import (
-    REMASK_ETA,
-    SIGMAS,
-    NoiseSchedule,
-    sigma_max,
-    visible_shares,
 )
 from dlm_jax.sampling.row import check_space, ratio_at
 from dlm_jax.settings import (
     Rule,
     Setting,
     SettingError,
-    fact,
     per_row,
     require,
     require_head,
     rule,
     static,
 )
-
-__all__ = [
-    "REMASK_RULES",
-    "RemaskContext",
-    "RemaskRule",
-    "RemdmCap",
-    "RemdmConf",
-    "RemdmRescale",
-    "Renoise",
-    "Scheduled",
-    "ScheduledThreshold",
-]
 
 RENOISE_SALT = 0x6E6F6973
 RENOISE_TOKENS = ("space", "mask", "random")
@@ -89,40 +68,16 @@ class RemaskContext(NamedTuple):
         return jnp.exp(self.logprob_BL)
 
 
-class RemaskRule(Rule):
+class RemaskRule(StepRule):
     """Selects the tokens that become MASK again. Only `select` is required.
 
-    The rule's state is any pytree, as in `CommitRule`.
-
-    Attributes:
-      needs: inputs that the rule reads: ``head:NAME``, the sigmoid of a head of the network, which
-        costs a forward pass; ``logprobs``, the log-probability of every token of the block in each
-        forward pass; ``steps``, all steps of a block, which then stays current without holes. An
-        attribute of the class, or a static field.
+    It can need ``head:NAME``, the sigmoid of a head of the network, which costs a forward pass;
+    ``logprobs``, the log-probability of every token of the block in each forward pass; and
+    ``steps``, all steps of a block, which then stays current without holes.
     """
 
     required: ClassVar[tuple[str, ...]] = ("select",)
-
-    needs: tuple[str, ...] = ()
-
-    @classmethod
-    def is_used(cls, row: Any) -> bool:
-        """Always True, because the setting ``remask`` selects the rule."""
-        return True
-
-    @classmethod
-    def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises if the rule reads a head that the model lacks."""
-        if head := head_of(cls.needs):
-            require_head(head, facts, "remask", cls.name)
-
-    def is_active(self) -> jax.Array:
-        """True ``[B]`` for the rows that use the rule; all rows by default."""
-        return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
-
-    def init(self, num_rows: int, num_positions: int) -> Any:
-        """The state before the first step, as in `CommitRule.init`; empty by default."""
-        return ()
+    selector = "remask"
 
     def select(self, state: Any, context: RemaskContext) -> WithState:
         """True at the positions to remask, ``[B, L]``, and the new state. Positions that are not
@@ -133,16 +88,6 @@ class RemaskRule(Rule):
     def log_prob(self, state: Any, context: RemaskContext, is_chosen_BL: jax.Array) -> jax.Array:
         """Log-probability ``[B]`` of this choice, as in `CommitRule.log_prob`."""
         raise NotImplementedError
-
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        require(
-            cls.log_prob is not RemaskRule.log_prob,
-            "remask",
-            cls.name,
-            "has no trace: it does not define log_prob()",
-            "define it, or use remask='none'",
-        )
 
 
 @rule
@@ -187,14 +132,8 @@ class Scheduled(RemaskRule):
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        super().check_trace(row)
-        if row.remask_randomness > 0:
-            raise SettingError(
-                "remask_randomness",
-                row.remask_randomness,
-                "has no trace: the probability of its choice has no closed form",
-                "use remask_randomness=0",
-            )
+        why, share = "has no trace: its choice has no closed form", row.remask_randomness
+        require(share == 0, "remask_randomness", share, why, "use remask_randomness=0")
 
     def is_active(self) -> jax.Array:
         return (self.start_B > 0) | (self.end_B > 0)
@@ -242,87 +181,8 @@ class ScheduledThreshold(Scheduled):
         return exceeds(wrong_BL, 1.0 - ratio_B[:, None], 1.0)
 
 
-@rule
-class RemdmCap(RemaskRule):
-    """Remasks every token that was visible at the start of the step with probability ``min(eta,
-    sigma_max)``.
-
-    See Wang et al. 2025, section 4.1. If the commit rule is `Ancestral` with the same settings,
-    each position is visible with probability ``alpha_s`` after the step.
-    """
-
-    about = "remasks each token with the probability of the noise process"
-    needs = ("steps",)
-
-    eta_B: jax.Array = per_row(REMASK_ETA)
-    schedule: NoiseSchedule = fact("noise")
-
-    @classmethod
-    def is_used(cls, row: Any) -> bool:
-        return row.remask_eta > 0
-
-    def is_active(self) -> jax.Array:
-        return self.eta_B > 0
-
-    def chance(
-        self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array
-    ) -> jax.Array:
-        """The probability that each token is remasked; `most_B` is sigma_max."""
-        return jnp.broadcast_to(SIGMAS[self.name](self.eta_B, most_B)[:, None], is_old_BL.shape)
-
-    def select(self, state: Any, context: RemaskContext) -> WithState:
-        is_old_BL, chance_BL = self._chances(context)
-        return is_old_BL & (uniform(context.key_B, is_old_BL.shape[1]) < chance_BL), state
-
-    def log_prob(self, state: Any, context: RemaskContext, is_chosen_BL: jax.Array) -> jax.Array:
-        is_old_BL, chance_BL = self._chances(context)
-        return log_each(is_old_BL, is_chosen_BL, jnp.clip(chance_BL, 0.0, 1.0))
-
-    def _chances(self, context: RemaskContext) -> tuple[jax.Array, jax.Array]:
-        """The tokens that can be remasked, and the probability of each."""
-        most_B = sigma_max(*visible_shares(self.schedule, context.step))
-        is_old_BL = context.is_open_BL & ~context.is_fresh_BL
-        return is_old_BL, self.chance(most_B, is_old_BL, context.probability_BL)
-
-
-@rule
-class RemdmRescale(RemdmCap):
-    """`RemdmCap` with probability ``eta sigma_max``."""
-
-    about = "like remdm_cap, but with remask_eta times the maximum probability"
-
-
-@rule
-class RemdmConf(RemdmCap):
-    """`RemdmCap` with probability ``sigma_max`` times a softmax of the negative token
-    probabilities.
-
-    The softmax is taken over the unfrozen tokens of the block. ``eta`` only enables the rule.
-    """
-
-    about = "like remdm_cap, with higher probability for unlikely tokens"
-
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        raise SettingError(
-            "remask",
-            cls.name,
-            "has no trace: its probabilities depend on the parameters through tokens of earlier "
-            "steps",
-            "use remask='remdm_cap'",
-        )
-
-    def chance(
-        self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array
-    ) -> jax.Array:
-        """The probabilities sum to `most_B` per row and are lower for more likely tokens."""
-        sigma_B1 = jnp.where(self.eta_B > 0, most_B, 0.0)[:, None]
-        weight_BL = jnp.where(is_old_BL, jnp.exp(-probability_BL), 0.0)
-        return sigma_B1 * weight_BL / jnp.maximum(weight_BL.sum(1, keepdims=True), 1e-9)
-
-
 REMASK_RULES: Mapping[str, type[RemaskRule]] = {
-    rule.name: rule for rule in (Scheduled, ScheduledThreshold, RemdmCap, RemdmRescale, RemdmConf)
+    rule.name: rule for rule in (Scheduled, ScheduledThreshold)
 }
 """Remask rules, keyed by the value of ``remask``. The value ``none`` selects no rule."""
 
@@ -352,11 +212,9 @@ class Renoise(Rule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        if row.renoise != "mask" and not (row.resample or row.remasks):
-            raise ValueError(
-                f"re-noise leaves {row.renoise} tokens that no rule rewrites; use renoise='mask', "
-                "or resample=True"
-            )
+        is_rewritten = row.renoise == "mask" or row.resample or row.remasks
+        why = "writes tokens that no rule rewrites"
+        require(is_rewritten, "renoise", row.renoise, why, "use renoise='mask', or resample=True")
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
@@ -365,12 +223,9 @@ class Renoise(Rule):
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        raise SettingError(
-            "renoise_start",
-            row.renoise_start,
-            "has no trace, because it writes tokens that are not drawn",
-            "use renoise_start=0 and renoise_end=0, and remask instead",
-        )
+        why = "has no trace, because it writes tokens that are not drawn"
+        remedy = "use renoise_start=0 and renoise_end=0, and remask instead"
+        raise SettingError("renoise_start", row.renoise_start, why, remedy)
 
     def is_active(self) -> jax.Array:
         return (self.start_B > 0) | (self.end_B > 0)

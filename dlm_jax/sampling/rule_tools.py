@@ -8,7 +8,7 @@ must use the same `Setting`, such as `THRESHOLD`.
 
 from dlm_jax.randomness import key_of, salted
 from dlm_jax.sampling.blocks import choose, steps_needed
-from dlm_jax.sampling.commit.commit_rule import exceeds, log_odds, log_odds_of, reaches
+from dlm_jax.sampling.commit.commit_rule import exceeds, log_each, log_odds, log_odds_of, reaches
 from dlm_jax.sampling.commit.orders import (
     CONFIDENCE,
     SCHEDULE,
@@ -16,12 +16,14 @@ from dlm_jax.sampling.commit.orders import (
     THRESHOLD_LEAST,
     Confident,
     Measure,
+    NoiseSchedule,
     Quota,
     QuotaRule,
     falling,
     linear_quota,
     maximum,
     reached,
+    visible_shares,
 )
 from dlm_jax.sampling.edits.scores import may_be_led
 from dlm_jax.sampling.positions import at_places, fold, logits, place_of_largest, put
@@ -41,6 +43,7 @@ __all__ = [
     "GIVEN",
     "Measure",
     "NEVER",
+    "NoiseSchedule",
     "Quota",
     "QuotaRule",
     "SAMPLER_TEMPERATURE",
@@ -58,6 +61,7 @@ __all__ = [
     "key_of",
     "left_of",
     "linear_quota",
+    "log_each",
     "log_odds",
     "log_odds_of",
     "logits",
@@ -70,4 +74,5 @@ __all__ = [
     "right_of",
     "salted",
     "steps_needed",
+    "visible_shares",
 ]

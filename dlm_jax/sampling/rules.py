@@ -165,28 +165,15 @@ class RuleTable:
             "sampler_even_odd unless that is given; parallel for other models"
         )
         off = {"none": ""}
+        order, fill = "rule for the holes that a step commits", "rule for the candidates of a step"
+        remask = "rule for the tokens that become holes after a step"
+        edit, cache = "rule for insertions and deletions", "keys and values cached between steps"
         chosen = (
-            _choice(
-                "order",
-                "random",
-                "rule for the holes that a step commits",
-                self.commit,
-                aliases=("remasking", "alg"),
-            ),
-            _choice("fill", AUTO, "rule for the candidates of a step", self.fill, {AUTO: auto}),
-            _choice(
-                "remask",
-                "none",
-                "rule for the tokens that become holes after a step",
-                self.remask,
-                off,
-            ),
-            _choice(
-                "edit_scoring", "uncertainty", "edit: rule for insertions and deletions", self.edit
-            ),
-            _choice(
-                "cache", "none", "keys and values that are cached between steps", self.cache, off
-            ),
+            _choice("order", "random", order, self.commit, aliases=("remasking", "alg")),
+            _choice("fill", AUTO, fill, self.fill, {AUTO: auto}),
+            _choice("remask", "none", remask, self.remask, off),
+            _choice("edit_scoring", "uncertainty", f"edit: {edit}", self.edit),
+            _choice("cache", "none", cache, self.cache, off),
             Setting(
                 "chain",
                 tuple(self.transforms),
@@ -231,22 +218,18 @@ class RuleTable:
             return None
         return None if cls is None or (by_use and not cls.is_used(row)) else cls
 
-    def of(self, row: Any) -> tuple[type[Rule], ...]:
-        """The rules of a row with these settings, except the transforms in its chain."""
-        found = (self.named(slot, row) for slot in (*Rules._fields[1:], "structure"))
-        return tuple(cls for cls in found if cls is not None)
-
     def chained(self, row: Any) -> tuple[type[LogitTransform], ...]:
         """The transforms in a row's chain."""
         return tuple(self.transforms[name] for name in row.chain)
 
-    def checks(self, row: Any) -> tuple[type[Rule], ...]:
-        """The rules that check a row with these settings (`Rule.check`)."""
-        return (*self.of(row), *self.chained(row))
+    def of(self, row: Any) -> tuple[type[Rule], ...]:
+        """All rules of a row with these settings."""
+        rules = (self.named(slot, row) for slot in (*Rules._fields[1:], "structure"))
+        return (*(cls for cls in rules if cls is not None), *self.chained(row))
 
     def static(self, row: Any) -> tuple[Any, ...]:
         """The static settings of the rules of a row."""
-        return (row.chain, *((cls, cls.static_values(row)) for cls in self.checks(row)))
+        return (row.chain, *((cls, cls.static_values(row)) for cls in self.of(row)))
 
     def pack(self, rows: Sequence[Any], facts: ModelFacts) -> Rules:
         """The result of `columns` on the device."""
@@ -257,10 +240,6 @@ class RuleTable:
         classes = (self.named(slot, rows[0]) for slot in Rules._fields[1:])
         rules: list[Any] = [None if cls is None else cls.columns(rows, facts) for cls in classes]
         return Rules(self.chain_columns(rows, facts), *rules)
-
-    def pack_chain(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
-        """The result of `chain_columns` on the device."""
-        return on_device(self.chain_columns(rows, facts))
 
     def chain_columns(self, rows: Sequence[Any], facts: ModelFacts) -> Chain:
         """The chain for rows with the same transforms, starting with a ban on ``facts.banned_ids``.
@@ -334,14 +313,6 @@ class RuleTable:
         return tuple(names)
 
 
-_NOT_SETTINGS = """
-    batch_size checkpoint commit defaults draft edits every help host_sampler id infill inserts
-    is_greedy is_noise max_candidates max_length model num_processes num_samples on_steps output
-    process_id prompt prompts read_back refines remasks renoises report_chain rules seed table
-    template tokens trace transforms version watch
-"""
-"""Names that requests, `SamplingParams` or ``sample.py`` already use."""
-
 BUILT_IN = RuleTable(
     TRANSFORMS,
     {**COMMIT_RULES, **NOISE_RULES},
@@ -361,20 +332,11 @@ def _extended(classes: tuple[type[Rule], ...]) -> RuleTable:
     for cls in classes:
         slot = _slot_of(cls)
         known: Mapping[str, Any] = getattr(table, slot)
-        if cls in known.values():
-            continue
-        if cls.name in known or cls.name == "none":
+        if known.get(cls.name, cls) is not cls or cls.name == "none":
             raise ValueError(
                 f"rule {cls.__name__} has the name {cls.name!r}, which is already taken"
             )
         table = replace(table, **{slot: {**known, cls.name: cls}})
-    # Every boolean setting also has a negated flag.
-    opposites = {f"no_{name}" for name, s in table.settings.items() if s.kind is bool}
-    aliases = {alias for s in BUILT_IN.settings.values() for alias in s.aliases}
-    taken = {*_NOT_SETTINGS.split(), *opposites, *aliases}
-    for name in table.settings.keys() - BUILT_IN.settings.keys():
-        if name in taken or not name.isidentifier():
-            raise ValueError(f"a setting cannot have the name {name!r}; choose another")
     return table
 
 
@@ -384,37 +346,31 @@ def with_rules(rules: Any) -> RuleTable:
 
 
 def classes_of(rules: Any) -> Sequence[type[Rule]]:
-    """The rules that a module and its submodules define, or those of a sequence of classes and
-    modules; none for None.
+    """The rules that a module and its submodules define, or those of a list of classes and modules;
+    none for None.
     """
     if rules is None:
         return ()
     if isinstance(rules, ModuleType):
-        found = [
-            cls
-            for cls in vars(rules).values()
-            if _is_rule(cls) and f"{cls.__module__}.".startswith(f"{rules.__name__}.")
-        ]
-        if not found:
+        home, members = f"{rules.__name__}.", vars(rules).values()
+        classes = [c for c in members if _is_rule(c) and f"{c.__module__}.".startswith(home)]
+        if not classes:
             raise ValueError(f"rules={rules.__name__} defines no rule; see docs/own_rules.md")
-        return found
+        return classes
     if not isinstance(rules, list | tuple):
-        raise ValueError(
-            f"rules is {shown_rule(rules)}; pass a list of classes or a module with classes"
-        )
-    found = []
+        remedy = "pass a list of classes or a module with classes"
+        raise ValueError(f"rules is {shown_rule(rules)}; {remedy}")
+    classes = []
     for cls in rules:
         if not isinstance(cls, ModuleType) and not _is_rule(cls):
-            raise ValueError(
-                f"rules has {cls!r}, which is not a rule; pass modules, or classes decorated by "
-                "dlm_jax.rule that subclass CommitRule, LogitTransform, ..."
-            )
-        found += classes_of(cls) if isinstance(cls, ModuleType) else [cls]
-    return found
+            remedy = "pass modules, or classes decorated by dlm_jax.rule"
+            raise ValueError(f"rules has {cls!r}, which is not a rule; {remedy}")
+        classes += classes_of(cls) if isinstance(cls, ModuleType) else [cls]
+    return classes
 
 
 def base_name(base: type[Rule]) -> str:
-    """The name of the base class of a slot, for messages."""
+    """The public name of the base class of a slot."""
     return "CommitRule or NoiseRule" if base is OrderRule else base.__name__
 
 
@@ -427,22 +383,21 @@ def shown_rule(value: Any) -> str:
 
 def _slot_of(cls: type[Rule]) -> str:
     """The slot of a custom rule; ValueError if the rule lacks what the slot requires."""
-    slots = {name: slot for name, slot in SLOTS.items() if slot.selector}
-    slot = next((name for name, slot in slots.items() if issubclass(cls, slot.base)), None)
+    slots = {name: slot.base for name, slot in SLOTS.items() if slot.selector}
+    slot = next((name for name, base in slots.items() if issubclass(cls, base)), None)
     if slot is None or not _is_rule(cls):
-        bases = ", ".join(base_name(slot.base) for slot in slots.values())
-        raise ValueError(
-            f"rule {cls.__name__} has no kind; decorate it with dlm_jax.rule and subclass one of "
-            f"{bases}"
-        )
+        remedy = "decorate it with dlm_jax.rule and subclass one of "
+        remedy += ", ".join(map(base_name, slots.values()))
+        raise ValueError(f"rule {cls.__name__} has no kind; {remedy}")
     owner: Any = next(c for c in cls.__mro__ if "required" in vars(c))
     for name in owner.required:
         if getattr(cls, name) is getattr(owner, name):
             raise ValueError(f"rule {cls.__name__} lacks {name}(), which {owner.__name__} requires")
-    per_row = [f.metadata["setting"] for f in dataclasses.fields(cls) if "column" in f.metadata]  # type: ignore[arg-type]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    per_row = [f.metadata["setting"] for f in fields if "column" in f.metadata]
     if slot == "transforms":
         per_row = [setting for setting in per_row if setting.activates and not setting.is_list]
-    is_default = cls.is_active is slots[slot].base.is_active
+    is_default = cls.is_active is slots[slot].is_active
     if slot in ("transforms", "remask", "edit") and is_default and not per_row:
         raise ValueError(
             f"rule {cls.__name__} has no per-row setting that enables it; declare one, or define "
@@ -465,7 +420,7 @@ def _choice(
     aliases: tuple[str, ...] = (),
 ) -> Setting:
     """A setting that selects a rule. The help text describes each rule."""
-    said = {choice: vars(cls).get("about", "") for choice, cls in rules.items()}
-    told = "; ".join(f"{n} ({text})" if text else n for n, text in {**others, **said}.items())
-    choices = {n: n for n in (*others, *said)}
-    return Setting(name, default, f"{what}: {told}", choices=choices, aliases=aliases)
+    about = {**others, **{choice: vars(cls).get("about", "") for choice, cls in rules.items()}}
+    help = "; ".join(f"{n} ({text})" if text else n for n, text in about.items())
+    choices = {choice: choice for choice in about}
+    return Setting(name, default, f"{what}: {help}", choices=choices, aliases=aliases)

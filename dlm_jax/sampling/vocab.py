@@ -45,47 +45,54 @@ def width_of(vocab_size: int) -> int:
     return next((c for c in _WIDTHS if vocab_size % c == 0), _USUAL_WIDTH)
 
 
-def accumulate(fn: Callable[..., Any], init: Any, logits_NV: Array) -> Any:
-    """Accumulators after `fn(acc, block_NC, ids_1C) -> acc` has processed the vocabulary once.
+_KINDS = {
+    "sum": (jnp.add, jnp.sum, 0.0),
+    "min": (jnp.minimum, jnp.min, jnp.inf),
+    "max": (jnp.maximum, jnp.max, -jnp.inf),
+}
+Term = Callable[[Any, Array], Array]
+"""An elementwise function of logits ``[N, C]`` and their ids ``[1, C]``."""
 
-    `init` is a pytree of `[N, C]` arrays (`C = width_of(V)`). Column c processes the ids `c + j *
-    C` in ascending order of j. `fn` must be elementwise, because the last block can be narrower and
-    then updates only the leading columns.
+
+def reduce_columns(logits_NV: Array, *terms: tuple[str, Term]) -> tuple[Array, ...]:
+    """The ``sum``, ``min`` or ``max`` of each term in each column, ``[N, C]``, in one pass.
+
+    Column c has the ids ``c + j C`` in ascending order of j, for `width_of` C.
     """
     (N, V), C = logits_NV.shape, width_of(logits_NV.shape[1])
     num_full, ids_1C = V // C, jnp.arange(C, dtype=jnp.int32)[None]
 
-    def body(j, acc):
+    def fold(accs: tuple[Array, ...], block_NC: Array, ids_1C: Array) -> tuple[Array, ...]:
+        pairs = zip(accs, terms, strict=True)
+        return tuple(_KINDS[kind][0](acc, term(block_NC, ids_1C)) for acc, (kind, term) in pairs)
+
+    def body(j: Any, accs: tuple[Array, ...]) -> tuple[Array, ...]:
         block_NC = jax.lax.dynamic_slice(logits_NV, (0, j * C), (N, C))
-        return fn(acc, block_NC, ids_1C + j * C)
+        return fold(accs, block_NC, ids_1C + j * C)
 
-    acc = body(0, init) if num_full == 1 else jax.lax.fori_loop(0, num_full, body, init)
+    accs = tuple(jnp.full((N, C), _KINDS[kind][2], jnp.float32) for kind, _ in terms)
+    accs = body(0, accs) if num_full == 1 else jax.lax.fori_loop(0, num_full, body, accs)
     if rest := V - num_full * C:
-        head = jax.tree.map(lambda a: a[:, :rest], acc)
-        head = fn(head, logits_NV[:, num_full * C :], ids_1C[:, :rest] + num_full * C)
-        acc = jax.tree.map(
-            lambda a, h: jax.lax.dynamic_update_slice(a, h.astype(a.dtype), (0, 0)), acc, head
-        )
-    return acc
+        head = tuple(acc_NC[:, :rest] for acc_NC in accs)
+        head = fold(head, logits_NV[:, num_full * C :], ids_1C[:, :rest] + num_full * C)
+        pairs = zip(accs, head, strict=True)
+        accs = tuple(jax.lax.dynamic_update_slice(acc, part, (0, 0)) for acc, part in pairs)
+    return accs
 
 
-def columns(logits_NV: Array, fill: float | int, dtype: Any = jnp.float32) -> Array:
-    """An `[N, C]` accumulator with initial value `fill`."""
-    return jnp.full((logits_NV.shape[0], width_of(logits_NV.shape[1])), fill, dtype)
+def reduce(logits_NV: Array, *terms: tuple[str, Term]) -> tuple[Array, ...]:
+    """The ``sum``, ``min`` or ``max`` ``[N]`` of each term, float32, in one pass."""
+    if sorts_whole_rows():
+        ids_1V = jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None]
+        parts = [term(logits_NV, ids_1V).astype(jnp.float32) for _, term in terms]
+    else:
+        parts = reduce_columns(logits_NV, *terms)
+    return tuple(_KINDS[kind][1](x, -1) for (kind, _), x in zip(terms, parts, strict=True))
 
 
-def column_sums(logits_NV: Array, *terms: Callable[[Any, Array], Array]) -> tuple[Array, ...]:
-    """Sum of each elementwise `term(block_NC, ids_1C)` in each column, `[N, C]`, in one pass."""
-
-    def add(accs: tuple[Array, ...], block: Any, ids: Array) -> tuple[Array, ...]:
-        return tuple(acc + term(block, ids) for acc, term in zip(accs, terms, strict=True))
-
-    return accumulate(add, (columns(logits_NV, 0.0),) * len(terms), logits_NV)
-
-
-def sums(logits_NV: Array, *terms: Callable[[Any, Array], Array]) -> tuple[Array, ...]:
-    """Sum `[N]` of each elementwise `term(block_NC, ids_1C)`, in one pass."""
-    return tuple(sum_NC.sum(-1) for sum_NC in column_sums(logits_NV, *terms))
+def sums(logits_NV: Array, *terms: Term) -> tuple[Array, ...]:
+    """The sum ``[N]`` of each term, in one pass."""
+    return reduce(logits_NV, *(("sum", term) for term in terms))
 
 
 def members(logits_NV: Array, column_N: Array) -> tuple[Array, Array]:
@@ -101,12 +108,6 @@ def _at_ids(logits_NV: Array, ids_NK: Array) -> Array:
     return jnp.take_along_axis(logits_NV, ids_NK, axis=1, mode="promise_in_bounds")
 
 
-def column_max(logits_NV: Array) -> Array:
-    """Largest logit of each column, `[N, C]`."""
-    start_NC = columns(logits_NV, -jnp.inf)
-    return accumulate(lambda acc, block, ids: jnp.maximum(acc, block), start_NC, logits_NV)
-
-
 def maximum(logits_NV: Array) -> Array:
     """Largest logit `[N]`."""
     return logits_NV.max(-1)
@@ -114,21 +115,20 @@ def maximum(logits_NV: Array) -> Array:
 
 def minimum(logits_NV: Array) -> Array:
     """Smallest finite logit `[N]`; +inf if there is none."""
-
-    def fn(acc_NC: Array, block_NC: Array, ids_1C: Array) -> Array:
-        return jnp.minimum(acc_NC, jnp.where(block_NC > -jnp.inf, block_NC, jnp.inf))
-
-    return accumulate(fn, columns(logits_NV, jnp.inf), logits_NV).min(-1)
+    return reduce(
+        logits_NV, ("min", lambda block, ids: jnp.where(block > -jnp.inf, block, jnp.inf))
+    )[0]
 
 
 def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Array) -> Array:
     """Lowest id `[N]` whose logit satisfies an elementwise predicate; V if there is none."""
     V = logits_NV.shape[1]
+    lowest_N = reduce(logits_NV, ("min", lambda block, ids: jnp.where(is_wanted(block), ids, V)))[0]
+    return lowest_N.astype(jnp.int32)
 
-    def fn(acc_NC, block_NC, ids_1C):
-        return jnp.minimum(acc_NC, jnp.where(is_wanted(block_NC), ids_1C, V))
 
-    return accumulate(fn, columns(logits_NV, V, jnp.int32), logits_NV).min(-1)
+def _column_max(logits_NV: Array) -> Array:
+    return reduce_columns(logits_NV, ("max", lambda block, ids: block))[0]
 
 
 def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
@@ -140,7 +140,7 @@ def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
     if sorts_whole_rows():
         seen_NV = flushed(logits_NV)
         return place_of_largest(seen_NV >= _lowest_tied(seen_NV.max(-1, keepdims=True), tolerance))
-    best_NC = column_max(logits_NV)
+    best_NC = _column_max(logits_NV)
     max_N1 = best_NC.max(-1, keepdims=True)
     low_N1 = _lowest_tied(max_N1, tolerance)
     is_best_NC = best_NC >= low_N1
@@ -164,28 +164,21 @@ def _lowest_tied(max_N1: Array, tolerance: float) -> Array:
     return max_N1 - jnp.where(jnp.isfinite(max_N1), slack_N1, 0.0)
 
 
-def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tuple[Array, Array]:
+def largest(logits_NV: Array, size: int) -> tuple[Array, Array]:
     """The `size` largest logits in descending order and their ids, `[N, size]` each.
 
     Lower ids come first on ties. Denormals equal 0, as in any XLA comparison on CPU. `size` is
-    static and at most V. With a divisor, the results are the largest quotients, bitwise equal to
-    those computed from divided logits.
+    static and at most V.
     """
 
-    def scaled(x_NK: Array) -> Array:
-        return x_NK if divisor_N is None else divide(x_NK, divisor_N)
-
-    def seen(x_NK: Array) -> Array:
-        return flushed(scaled(x_NK))
-
     def exact(values_NK: Array, ids_NK: Array) -> tuple[Array, Array]:
-        return jnp.where(values_NK == 0, scaled(_at_ids(logits_NV, ids_NK)), values_NK), ids_NK
+        return jnp.where(values_NK == 0, _at_ids(logits_NV, ids_NK), values_NK), ids_NK
 
     V = logits_NV.shape[1]
     C = width_of(V)
     if V <= 4 * C or sorts_whole_rows():
-        return exact(*_top_k(seen(logits_NV), size))
-    best_NC = seen(column_max(logits_NV))
+        return exact(*_top_k(flushed(logits_NV), size))
+    best_NC = flushed(_column_max(logits_NV))
     top_NK, column_NK = _top_k(best_NC, size)
     # The largest logits are in the columns with the largest maxima.
     M = -(-V // C)
@@ -195,14 +188,14 @@ def largest(logits_NV: Array, size: int, divisor_N: Array | None = None) -> tupl
     ids_NMK = ascending_NK[:, None, :] + C * jnp.arange(M)[None, :, None]
     ids_NJ = ids_NMK.reshape(logits_NV.shape[0], M * size)
     member_NJ = _at_ids(logits_NV, jnp.minimum(ids_NJ, V - 1))
-    member_NJ = jnp.where(ids_NJ < V, seen(member_NJ), -jnp.inf)
+    member_NJ = jnp.where(ids_NJ < V, flushed(member_NJ), -jnp.inf)
     few_NK, place_NK = _top_k(member_NJ, size)
     few_ids_NK = jnp.take_along_axis(ids_NJ, place_NK, axis=1)
     # If maxima tie at the edge, an excluded column can contain an equal logit with a lower id.
     is_tied_N1 = (best_NC >= top_NK[:, -1:]).sum(-1, keepdims=True) > size
 
     def of_all(x: Array) -> tuple[Array, Array]:
-        values, ids = _top_k(seen(x), size)
+        values, ids = _top_k(flushed(x), size)
         return jnp.where(is_tied_N1, values, few_NK), jnp.where(is_tied_N1, ids, few_ids_NK)
 
     return exact(*jax.lax.cond(is_tied_N1.any(), of_all, lambda x: (few_NK, few_ids_NK), logits_NV))
@@ -231,14 +224,9 @@ def divide(logits_NV: Array, divisor_N: Array) -> Array:
     """Quotients of logits and divisors, finite where the logit is finite. With a divisor of 1, the
     logits are returned bitwise unchanged; a multiplication would flush denormals.
     """
-    return times(logits_NV, reciprocal(divisor_N)[:, None])
-
-
-def reciprocal(divisor_N: Array) -> Array:
-    """Reciprocal of the divisor of the logits. XLA converts only some divisions to products: as
-    products, all quotients have the order of their logits.
-    """
-    return jax.lax.optimization_barrier(1.0 / divisor_N)
+    # XLA converts only some divisions by a per-row divisor to products. The barrier makes products
+    # of all, so that a quotient is the same in every program.
+    return times(logits_NV, jax.lax.optimization_barrier(1.0 / divisor_N)[:, None])
 
 
 @jax.custom_jvp
@@ -259,28 +247,30 @@ def _slope_of_times(
     return times(logits_NV, scale_N1), slope_NV
 
 
-def exp_columns(logits_NV: Array, divisor_N: Array | None = None) -> tuple[Array, Array]:
+def exp_columns(logits_NV: Array) -> tuple[Array, Array]:
     """Largest logit `[N]` (0 where all are -inf), and the sum of `exp(logit - max)` in each column,
     `[N, C]`.
-
-    With a divisor, the maximum and the sums are those of the quotients. Division does not change
-    which logit is the largest.
     """
     max_N = maximum(logits_NV)
-    scale_N1 = None if divisor_N is None else reciprocal(divisor_N)[:, None]
-    if scale_N1 is not None:
-        max_N = times(max_N[:, None], scale_N1)[:, 0]
     max_N = jnp.where(max_N == -jnp.inf, 0.0, max_N)
+    if sorts_whole_rows():
+        C = width_of(logits_NV.shape[1])
+        weight_NV = jnp.exp(logits_NV - max_N[:, None])
+        weight_NV = jnp.pad(weight_NV, ((0, 0), (0, -weight_NV.shape[1] % C)))
+        return max_N, weight_NV.reshape(len(max_N), -1, C).sum(1)
+    return max_N, reduce_columns(
+        logits_NV, ("sum", lambda block, ids: jnp.exp(block - max_N[:, None]))
+    )[0]
 
-    def weight(block_NC: Array, ids_1C: Array) -> Array:
-        if scale_N1 is None:
-            return jnp.exp(block_NC - max_N[:, None])
-        # The special case of `times` for scale 1 is not needed, because a product with 1 changes
-        # only denormals, which does not affect the weights.
-        product_NC = jnp.clip(block_NC * scale_N1, -_LARGEST, _LARGEST)
-        return jnp.where(block_NC == -jnp.inf, 0.0, jnp.exp(product_NC - max_N[:, None]))
 
-    return max_N, column_sums(logits_NV, weight)[0]
+def exp_sum(logits_NV: Array) -> tuple[Array, Array]:
+    """Largest logit `[N]` (0 where all are -inf), and the sum `[N]` of `exp(logit - max)`."""
+    if not sorts_whole_rows():
+        max_N, weight_NC = exp_columns(logits_NV)
+        return max_N, weight_NC.sum(-1)
+    max_N = maximum(logits_NV)
+    max_N = jnp.where(max_N == -jnp.inf, 0.0, max_N)
+    return max_N, jnp.exp(logits_NV - max_N[:, None]).sum(-1)
 
 
 def max_and_rest(logits_NV: Array, sums: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
@@ -336,8 +326,8 @@ def entropy(logits_NV: Array) -> Array:
 
 def count_and_entropy(logits_NV: Array) -> tuple[Array, Array]:
     """Number of candidates (finite logits) and entropy in nats of their softmax, `[N]` each."""
-    max_N, weight_NC = exp_columns(logits_NV)
-    log_total_N = jnp.log(weight_NC.sum(-1))
+    max_N, total_N = exp_sum(logits_NV)
+    log_total_N = jnp.log(total_N)
     count_N, entropy_N = sums(
         logits_NV,
         lambda block, ids: block > -jnp.inf,

@@ -54,7 +54,7 @@ def test_the_harness_loads_a_module_by_its_name():
     assert made._settings["rules"] is decoders
 
 
-@pytest.mark.parametrize("home", ["decoders", "edits", "speculative", "constrained_waves"])
+@pytest.mark.parametrize("home", ["decoders", "edits", "remdm", "speculative", "constrained_waves"])
 def test_the_pages_name_every_rule_and_setting(home):
     pages = (DOCS / "contrib.md").read_text(encoding="utf-8")
     for name in _names(home):

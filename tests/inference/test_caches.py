@@ -37,7 +37,6 @@ EXACT = {
     "low_confidence": {"order": "low_confidence", "temperature": 0.0},
     "threshold": {"order": "threshold", "threshold": 0.2},
     "ancestral": {"order": "ancestral", "steps": 12},
-    "remdm": {"order": "random", "remask": "remdm_cap", "remask_eta": 0.4, "steps": 24},
     "refined": {"order": "low_confidence", "schedule": "all", "remask": "scheduled", "steps": 16},
     "resampled": {"order": "threshold", "resample": True, "steps": 12},
     "renoised": {"order": "random", "renoise": "mask", "renoise_start": 0.3, "steps": 24},

@@ -30,9 +30,9 @@ def _chain(**changes):
         SamplingParams(chain=("temperature", "top_k", "mirostat"), **settings)
         for settings in ({}, changes, {"temperature": 0.5})
     ]
-    return BUILT_IN.pack_chain(
+    return BUILT_IN.pack(
         rows, ModelFacts(vocab_size=toy.VOCAB_SIZE, banned_ids=toy.BANNED, eos_ids=(toy.EOS,))
-    )
+    ).chain
 
 
 def _state(**changes):

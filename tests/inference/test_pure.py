@@ -31,7 +31,7 @@ CASES = {
         "fill": "parallel", "order": "low_confidence", "remask": "scheduled", "top_k": 6,
         "temperature": 0.8, "guidance": 0.5,
     },
-    "ancestral": {"fill": "parallel", "order": "ancestral", "remask": "remdm_cap"},
+    "ancestral": {"fill": "parallel", "order": "ancestral"},
     "refine": {
         "fill": "wavefront", "order": "random_filled", "schedule": "all", "remask": "scheduled",
         "remask_by": "critic", "temperature": 0.0,

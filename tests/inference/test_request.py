@@ -60,7 +60,7 @@ def test_fewer_steps_than_blocks_with_work_are_refused():
 
 def test_rows_that_agree_in_what_is_compiled_in_run_together():
     alike = [
-        _request(steps=3), _request(temperature=0.3), _request(top_p=0.5, remask_eta=0.3),
+        _request(steps=3), _request(temperature=0.3), _request(top_p=0.5, remask_start=0.3),
         _request(block_length=2, seed=4), _request(threshold=0.2), _request(gen_length=3),
     ]  # fmt: skip
     others = [
@@ -81,7 +81,7 @@ def test_rows_that_agree_in_what_is_compiled_in_run_together():
         {"logit_bias": ((3, 0.5), (4, -math.inf)), "top_k": 3, "dry_breakers": (1, 2)},
         {"mirostat": 2, "temperature": 0.3, "temperature_end": 0.1, "order": "threshold"},
         {"dynatemp_range": 0.4, "edit": True, "edit_token": "mask"},
-        {"remask": "remdm_cap", "renoise": "mask", "renoise_start": 0.5, "fill": "wavefront"},
+        {"remask": "scheduled", "renoise": "mask", "renoise_start": 0.5, "fill": "wavefront"},
         {"cache": "dual", "block_length": 2},
     ],
 )

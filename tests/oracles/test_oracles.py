@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from . import chain, commit, likelihood, mirostat, samplers
+from . import commit, likelihood, mirostat, samplers
 
 INF = float("inf")
 
@@ -23,11 +23,6 @@ def kept(x: np.ndarray) -> list[int]:
 
 
 FIVE = logits_of(0.4, 0.3, 0.15, 0.1, 0.05)
-
-
-def test_bias_adds_duplicates_and_minus_infinity_bans():
-    out = samplers.logit_bias([0.0, 1.0, 2.0, -INF], [(0, 1.5), (0, 0.5), (2, -INF), (3, 9.0)])
-    assert out.tolist() == [2.0, 1.0, -INF, -INF]
 
 
 def test_penalties_read_the_newest_tokens_and_count_them():
@@ -59,11 +54,6 @@ def test_dry_penalises_what_followed_the_longest_repeated_suffix():
     assert samplers.dry_matches([1, 2, 3, 1, 2], breakers=[1])[3] == 1, "the suffix stops at 1"
     cut = samplers.dry(np.zeros(5), [1, 2, 3, 1, 2], multiplier=1, allowed_length=2, last_n=4)
     assert cut.tolist() == [0] * 5, "the first 1 has left the window"
-
-
-def test_temperature_zero_leaves_the_lowest_of_the_best():
-    assert kept(samplers.temperature([1.0, 3.0, 3.0], 0)) == [1]
-    assert samplers.temperature([1.0, 3.0, -INF], 2).tolist() == [0.5, 1.5, -INF]
 
 
 def test_dynamic_temperature_spans_its_range_by_entropy():
@@ -159,34 +149,6 @@ def test_mirostat_update_averages_renormalised_surprise():
     assert mirostat.update(10.0, []) == 10.0
 
 
-def test_neutral_chain_is_identity():
-    x = [0.3, -INF, 2.0, -1.0]
-    assert chain.full_chain(x, {}, context=[0, 2], run=[0, 2, 0], uniform=0.0).tolist() == x
-
-
-def test_chain_greedy_takes_the_argmax_of_what_is_left():
-    greedy = {"temperature": 0.0, "xtc_probability": 1.0, "xtc_threshold": 0.1, "mirostat": 2}
-    assert kept(chain.full_chain(FIVE, greedy)) == [0]
-    assert kept(chain.full_chain(FIVE, {**greedy, "logit_bias": [(4, 9.0)]})) == [4]
-    assert kept(chain.full_chain(FIVE, {**greedy, "banned": [0]})) == [1]
-    x = logits_of(0.4, *[0.1] * 6)
-    assert kept(chain.full_chain(x, {"temperature": 0.0, "typical_p": 0.15})) == [1]
-    skipped = {"temperature": 0.0, "typical_p": 0.15, "mirostat": 2}
-    assert kept(chain.full_chain(x, skipped)) == [1], "mirostat is out, so the truncations act"
-
-
-def test_chain_order_is_temperature_first_and_mirostat_replaces_truncations():
-    # At T = 0.5 the odds are squared: 0.5^2 : 0.3^2 : 0.2^2 = 25 : 9 : 4, so the first has 0.658.
-    x = logits_of(0.5, 0.3, 0.2)
-    assert kept(chain.full_chain(x, {"temperature": 0.5, "top_p": 0.6})) == [0]
-    late = [*chain.TRUNCATIONS, "temperature"]
-    assert kept(chain.full_chain(x, {"temperature": 0.5, "top_p": 0.6}, order=late)) == [0, 1]
-    replaced = {"top_k": 1, "xtc_probability": 1.0, "mirostat": 2}
-    assert kept(chain.full_chain(x, replaced, mu=9.0)) == [0, 1, 2]
-    with pytest.raises(ValueError, match="topk"):
-        chain.full_chain(x, {"topk": 1})
-
-
 def test_quotas_by_hand():
     assert [commit.quota(h, s) for h, s in [(10, 4), (7, 3), (4, 2), (2, 1)]] == [3, 3, 2, 2]
     assert commit.quota(2, 5) == 1
@@ -234,15 +196,6 @@ def test_denoise_commits_by_confidence_of_the_allowed_token():
     assert spare.commits == [[1], [2]], "early stop"
     padded = commit.denoise(table_model, [2, 3, 3, 3, 3], steps=4, mask_id=3, banned={3}, length=3)
     assert padded.tokens.tolist() == [2, 1, 1, 3, 3], "beyond length nothing is a hole"
-
-
-def test_denoise_refuses_banned_ids_even_when_most_probable():
-    def mask_lover(tokens: np.ndarray) -> np.ndarray:
-        return np.tile(logits_of(0.1, 0.2, 0.7), (len(tokens), 1))
-
-    trace = commit.denoise(mask_lover, [2, 2], steps=1, mask_id=2, banned={2})
-    assert trace.tokens.tolist() == [1, 1]
-    assert trace.commits == [[0, 1]], "ties go to the lower position"
 
 
 def random_model(seed: int, length: int, vocab: int):

@@ -18,13 +18,6 @@ def alphas(schedule: str, power: float, step: int, steps: int) -> tuple[float, f
     return rules.alpha(schedule, t, power), rules.alpha(schedule, s, power)
 
 
-def test_measures_of_three_ids():
-    logits = [math.log(p) for p in (0.5, 0.3, 0.2)]
-    m = rules.measures([x + 7 for x in logits], 2)
-    entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2))
-    assert m == pytest.approx((0.2, 0.5, -entropy, 0.2))
-
-
 def test_measures_of_a_certain_id_and_of_a_lone_one():
     certain = rules.measures([3.0, -math.inf, -math.inf], 0)
     assert certain == (1.0, 1.0, 0.0, 1.0)
@@ -71,38 +64,6 @@ def test_ancestral_linear_fills_one_of_the_steps_left():
             assert rules.ancestral_probability("linear", step, steps) == pytest.approx(expected)
 
 
-def test_ancestral_cosine_by_hand():
-    # From t = 2/3 to s = 1/3: the hidden share falls from sin(pi/3) to sin(pi/6).
-    expected = 1 - 0.5 / (math.sqrt(3) / 2)
-    assert rules.ancestral_probability("cosine", 1, 3) == pytest.approx(expected)
-    assert rules.ancestral_probability("polynomial", 1, 2, power=2.0) == 1.0
-    assert rules.ancestral_probability("polynomial", 0, 2, power=2.0) == 0.75
-
-
-@pytest.mark.parametrize(("schedule", "power"), SCHEDULES)
-def test_the_share_of_holes_follows_the_schedule(schedule, power):
-    for steps in (1, 2, 5, 16):
-        holes = 1.0
-        for step in range(steps):
-            holes *= 1 - rules.ancestral_probability(schedule, step, steps, power)
-            _, s = rules.times(step, steps)
-            assert holes == pytest.approx(rules.hidden_share(schedule, s, power), abs=1e-12)
-
-
-def test_sigma_max_by_hand():
-    assert remask.sigma_max(0.5, 0.75) == 0.5
-    assert remask.sigma_max(0.25, 0.5) == 1.0, "2 is cut to 1"
-    assert remask.sigma_max(0.0, 0.25) == 1.0
-    assert remask.sigma_max(0.75, 1.0) == 0.0, "the last step remasks nothing"
-    assert remask.remdm_cap(0.5, 0.75, 0.2) == 0.2
-    assert remask.remdm_cap(0.8, 0.9, 0.2) == pytest.approx(0.125)
-    assert remask.remdm_rescale(0.5, 0.75, 0.2) == pytest.approx(0.1)
-    # (0.75 - 0.8 * 0.5) / 0.5 and (0.75 - 0.9 * 0.5) / 0.5.
-    assert remask.remdm_unmask_probability("cap", 0.5, 0.75, 0.2) == pytest.approx(0.7)
-    assert remask.remdm_unmask_probability("rescale", 0.5, 0.75, 0.2) == pytest.approx(0.6)
-    assert remask.remdm_unmask_probability("confidence", 0.5, 0.75) == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize(("schedule", "power"), SCHEDULES)
 @pytest.mark.parametrize("kind", ["cap", "rescale"])
 @pytest.mark.parametrize("eta", [0.0, 0.04, 0.5, 1.0])
@@ -141,22 +102,3 @@ def test_worst_tokens_go_first_ties_to_the_lower_position():
     assert remask.worst(wrong, members, 0.74) == {1, 0}, "2.96 is two"
     assert remask.worst(wrong, members, 0.0) == set()
     assert len(remask.worst([0.5] * 10, [True] * 10, 0.3)) == 3, "0.3 * 10 is below 3 in binary"
-
-
-def test_wrongness_is_blended_with_chance():
-    assert remask.wrongness(0.75) == 0.25
-    assert remask.wrongness(0.75, uniform=1.0, randomness=0.5) == 0.625
-    assert remask.wrongness(0.75, uniform=0.1, randomness=1.0) == pytest.approx(0.1)
-
-
-def test_threshold_mode_is_strict_and_may_find_nothing():
-    wrong = [0.25, 0.5, 0.75, 0.9]
-    assert remask.above_threshold(wrong, [True] * 4, 0.5) == {2, 3}
-    assert remask.above_threshold(wrong, [True, True, False, True], 0.5) == {3}
-    assert remask.above_threshold(wrong, [True] * 4, 0.0) == set()
-
-
-def test_temperature_moves_in_equal_steps():
-    values = [rules.annealed_temperature(1.0, 0.4, s, 4) for s in range(4)]
-    assert values == pytest.approx([1.0, 0.8, 0.6, 0.4])
-    assert rules.annealed_temperature(0.7, 0.1, 0, 1) == 0.7

@@ -14,7 +14,6 @@ import pytest
 import rule_cases
 from enumerable import LENGTH, MASK, MODEL, PARAMS, TEXTS
 from jax.sharding import NamedSharding, PartitionSpec
-from oracles import remask
 
 import dlm_jax
 from dlm_jax.config import MeshConfig, SamplingParams
@@ -29,7 +28,7 @@ from dlm_jax.settings import SettingError
 STEPS = 16
 UNLIKE = (
     "left_to_right-scheduled_threshold-wavefront-critic",
-    "joint_threshold-remdm_cap",
+    "joint_threshold-scheduled_threshold",
 )
 """Compiled without optimisations, one of its 2,496 log-probabilities differs in the last bit.
 Compiled as users do, none does: `.ci/run` runs it so, too."""
@@ -85,7 +84,7 @@ def test_the_context_of_penalties_is_that_of_the_step(last_n):
 
 
 SOME = [
-    "entropy-remdm_rescale", "factor-scheduled", "joint_threshold-remdm_cap",
+    "entropy-none", "joint_threshold-scheduled_threshold",
     *list(rule_cases.HEADS)[1:4],
 ]  # fmt: skip
 """With the case above every order, both fills, and every remask rule that has a trace."""
@@ -202,7 +201,7 @@ def test_the_slope_through_every_transform_is_that_of_finite_differences():
         min_p=0.01, xtc_probability=0.5, repetition_penalty=1.2, dry_multiplier=0.8,
         logit_bias=((3, 1.0),),
     )  # fmt: skip
-    chain = BUILT_IN.pack_chain([sample], ModelFacts(vocab_size=300, banned_ids=(0,), eos_ids=(1,)))
+    chain = BUILT_IN.pack([sample], ModelFacts(vocab_size=300, banned_ids=(0,), eos_ids=(1,))).chain
     places, zeros = jnp.arange(8, dtype=jnp.int32)[None], jnp.zeros(4, jnp.int32)
     context = Context(5 * places, places - 1, jnp.ones((1, 8), bool), jnp.array([8]))
     prepared = chain.prepare(chain.init(1), context)
@@ -244,35 +243,6 @@ def test_values_and_derivatives_are_the_same_over_four_devices():
         np.testing.assert_allclose(found[name], leaf, atol=1e-3, rtol=1e-5)
 
 
-# Chances.
-
-
-def test_the_chance_of_a_step_is_that_of_its_commits_and_of_what_it_remasks():
-    """Each hole is written, and each token remasked, with a probability of the step."""
-    steps, eta = 3, 0.3
-    result = dlm_jax.generate(
-        MODEL, [""], num_samples=64, batch_size=64, order="ancestral", remask="remdm_cap",
-        remask_eta=eta, steps=steps, gen_length=LENGTH, fill="parallel", ignore_eos=True,
-        temperature=enumerable.TEMPERATURE, trace=True,
-        logit_bias=tuple((i, float("-inf")) for i in range(2, enumerable.V)),
-    )  # fmt: skip
-    trace, remasked = result.trace, 0
-    for row in range(64):
-        for step in range(min(steps - 1, int(result.steps[row]) - 1)):
-            is_hole = trace.canvas[row, step, :LENGTH] == MASK
-            is_next = trace.canvas[row, step + 1, :LENGTH] == MASK
-            is_written = trace.is_written[row, step, :LENGTH]
-            alpha_t, alpha_s = step / steps, (step + 1) / steps
-            sigma = remask.remdm_cap(alpha_t, alpha_s, eta)
-            unmask = remask.remdm_unmask_probability("cap", alpha_t, alpha_s, eta)
-            chances = [unmask if is_written[i] else 1 - unmask for i in np.flatnonzero(is_hole)]
-            chances += [sigma if is_next[i] else 1 - sigma for i in np.flatnonzero(~is_hole)]
-            remasked += (is_next & ~is_hole).sum()
-            found = trace.choice_logprobs[row, step]
-            assert found == pytest.approx(np.log(chances).sum(), rel=1e-4)
-    assert remasked > 5
-
-
 # What has no trace.
 
 
@@ -280,7 +250,6 @@ def test_the_chance_of_a_step_is_that_of_its_commits_and_of_what_it_remasks():
     ("settings", "name"),
     [
         ({"mirostat": 2}, "mirostat"),
-        ({"remask": "remdm_conf", "order": "ancestral"}, "remask"),
         ({"remask": "scheduled", "remask_randomness": 0.5}, "remask_randomness"),
         ({"renoise": "mask", "renoise_start": 0.2}, "renoise_start"),
         ({"edit": True, "resample": True, "schedule": "all"}, "edit"),

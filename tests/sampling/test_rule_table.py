@@ -36,10 +36,10 @@ REALS = [
 
 def pack(rows, *, vocab_size, banned_ids=(), eos_ids=()) -> tf.Chain:
     """The chain of the rows, which name the same transforms."""
-    return BUILT_IN.pack_chain(
+    return BUILT_IN.pack(
         rows,
         ModelFacts(vocab_size=vocab_size, banned_ids=tuple(banned_ids), eos_ids=tuple(eos_ids)),
-    )
+    ).chain
 
 
 @pytest.mark.parametrize(("name", "value"), [*BAD, *((name, math.nan) for name in REALS)])
@@ -205,5 +205,5 @@ def test_full_chain_agrees_with_the_oracle_row_by_row(half):
 def test_the_part_of_a_chain_in_use_is_what_the_settings_ask_for(settings, names):
     row = SamplingParams(**settings)
     assert BUILT_IN.in_use(row) == names
-    # What `pack_chain` would refuse to leave out is in it.
+    # What `pack` would refuse to leave out is in it.
     pack([dataclasses.replace(row, chain=names)], vocab_size=8, eos_ids=(7,))

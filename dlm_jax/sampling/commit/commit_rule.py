@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from dlm_jax.devices import platform
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.vocab import TOLERANCE, ordered
-from dlm_jax.settings import Rule, require
+from dlm_jax.settings import Rule, require, require_head
 
 WithState = tuple[jax.Array, Any]
 """What a method of a rule returns: a value, and the new state of the rule."""
@@ -88,17 +88,16 @@ class Proposal(NamedTuple):
     confidence_BL: jax.Array
 
 
-class OrderRule(Rule):
-    """The rule that ``order`` selects: a `CommitRule`, or a `NoiseRule` for models of other noise.
+class StepRule(Rule):
+    """A rule that runs once per step, has a state and is selected by name.
 
     Attributes:
-      needs: inputs that the rule reads: ``attention:N``, the attention of the final N blocks of the
-        Transformer, averaged over blocks and heads; ``candidates``, declared by a rule whose
-        `score` stores values of the candidates. An attribute of the class, or a static field.
+      selector: the setting that selects the rule.
+      needs: inputs that the rule reads. An attribute of the class, or a static field.
     """
 
+    selector: ClassVar[str]
     needs: tuple[str, ...] = ()
-    rewrites: Any = None
 
     def init(self, num_rows: int, num_positions: int) -> Any:
         """The state before the first step; empty by default.
@@ -109,27 +108,46 @@ class OrderRule(Rule):
         """
         return ()
 
+    def is_active(self) -> jax.Array:
+        """True ``[B]`` for the rows that use the rule; all rows by default."""
+        return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
+
+    @classmethod
+    def is_used(cls, row: Any) -> bool:
+        return True
+
     @classmethod
     def check(cls, row: Any) -> None:
-        """Raises if the rule reads attention maps and the row has a cache."""
-        require(
-            not attention_blocks(cls.needs) or row.cache == "none",
-            "cache",
-            row.cache,
-            f"computes no attention maps, which order={cls.name!r} requires",
-            "use cache='none'",
-        )
+        why = f"computes no attention maps, which {cls.selector}={cls.name!r} requires"
+        is_cached = attention_blocks(cls.needs) and row.cache != "none"
+        require(not is_cached, "cache", row.cache, why, "use cache='none'")
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises if the network lacks the attention maps that the rule reads."""
-        require(
-            not attention_blocks(cls.needs) or facts.shows_maps,
-            "order",
-            cls.name,
-            "requires attention maps, which this network does not return",
-            "set Network.inside, or use order='threshold'",
-        )
+        """Raises if the model lacks a head or the attention maps that the rule reads."""
+        if head := head_of(cls.needs):
+            require_head(head, facts, cls.selector, cls.name)
+        why = "requires attention maps, which this network does not return"
+        is_shown = not attention_blocks(cls.needs) or facts.shows_maps
+        require(is_shown, cls.selector, cls.name, why, "set Network.inside, or use another rule")
+
+    @classmethod
+    def check_trace(cls, row: Any) -> None:
+        owner: Any = next(base for base in cls.__mro__ if "required" in vars(base))
+        has_log_prob = cls.log_prob is not owner.log_prob  # type: ignore[attr-defined]
+        why = "has no trace: it does not define log_prob()"
+        require(has_log_prob, cls.selector, cls.name, why, "define it, or use another rule")
+
+
+class OrderRule(StepRule):
+    """The rule that ``order`` selects: a `CommitRule`, or a `NoiseRule` for models of other noise.
+
+    It can need ``attention:N``, the attention of the final N blocks of the Transformer, averaged
+    over blocks and heads, and ``candidates``, if its `score` stores values of the candidates.
+    """
+
+    selector = "order"
+    rewrites: Any = None
 
 
 def head_of(needs: tuple[str, ...]) -> str:
@@ -189,16 +207,6 @@ class CommitRule(OrderRule):
         not included. Traces require this method.
         """
         raise NotImplementedError
-
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        require(
-            cls.log_prob is not CommitRule.log_prob,
-            "order",
-            cls.name,
-            "has no trace: it does not define log_prob()",
-            "define it, or use order='random'",
-        )
 
 
 _Input = jax.Array | tuple[Any, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -30,11 +30,9 @@ from dlm_jax.sampling.draw import log_prob
 from dlm_jax.settings import (
     UNSET,
     Setting,
-    SettingError,
-    check_ids,
     fact,
     per_row,
-    reads,
+    require,
     rule,
     static,
 )
@@ -158,53 +156,23 @@ CONFIDENCE_OF = Setting(
 )
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise SettingError(
-            "confidence_without", value, "is not a list of ids", "for example, use ()"
-        )
-    if not all(hasattr(id_, "__index__") and not isinstance(id_, bool) for id_ in value):
-        raise SettingError("confidence_without", value, "contains a non-id", "use integers")
-    return tuple(int(id_) for id_ in value)
-
-
-CONFIDENCE_WITHOUT = Setting(
-    "confidence_without",
-    (),
-    "ids that confidence excludes; as candidates they have confidence 0",
-    parse=_ids,
-    hint=tuple[int, ...],
-    is_preset=True,
-)
-
-
 class Confident(CommitRule):
     """A rule that compares holes by a confidence measure.
 
     Attributes:
       confidence: the measure, which a setting selects.
       source: ``clean`` or ``filtered`` logits (the latter as in Dream, Ye et al. 2025).
-      without: excluded ids (LLaDA, Nie et al. 2025, appendix B.4).
     """
 
     confidence: Measure
     source: str = "clean"
-    without: tuple[int, ...] = ()
 
     def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> WithState:
         logprob_N = drawn.logprob_N
-        if self.source == "filtered" or self.without:
-            is_filtered = self.source == "filtered"
-            logits_NV = drawn.filter_logits() if is_filtered else logits_NV.astype(jnp.float32)
-            if self.without:
-                logits_NV = logits_NV.at[:, jnp.array(self.without)].set(-jnp.inf)
+        if self.source == "filtered":
+            logits_NV = drawn.filter_logits()
             logprob_N = log_prob(logits_NV, drawn.ids_N)
         return self.confidence(logits_NV, logprob_N), state_N
-
-    @classmethod
-    def check_model(cls, row: Any, facts: Any) -> None:
-        super().check_model(row, facts)
-        check_ids("confidence_without", row.confidence_without, facts.vocab_size)
 
 
 def show_confidence(rule: CommitRule, score: jax.Array) -> jax.Array:
@@ -228,14 +196,9 @@ class QuotaRule(CommitRule):
     @classmethod
     def check(cls, row: Any) -> None:
         super().check(row)
-        if row.resample and row.schedule != "all":
-            loop = ", or --preset variable_length" if row.edit else ""
-            raise SettingError(
-                "resample",
-                UNSET,
-                f"does not support a quota of order={row.order!r}",
-                f"use schedule='all', or order='threshold'{loop}",
-            )
+        why = f"does not support a quota of order={row.order!r}"
+        remedy = "use schedule='all', order='threshold', or --preset variable_length"
+        require(not row.resample or row.schedule == "all", "resample", UNSET, why, remedy)
 
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
         return most_confident(context, proposal, self.quota(context)), state
@@ -249,7 +212,6 @@ class MostConfident(Confident, QuotaRule):
 
     quota: Quota = static(SCHEDULE)
     source: str = static(CONFIDENCE_OF)
-    without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
 
 @rule
@@ -378,7 +340,6 @@ class Threshold(Confident):
     )
     confidence: Measure = static(CONFIDENCE)
     source: str = static(CONFIDENCE_OF)
-    without: tuple[int, ...] = static(CONFIDENCE_WITHOUT)
 
     def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """The first hole that must be committed alone, or all holes if there is none."""
@@ -503,9 +464,6 @@ def falling(context: CommitContext, proposal: Proposal) -> jax.Array:
 # fraction of visible tokens.
 
 
-REMASK_ETA = Setting("remask_eta", 0.1, "remdm: strength; remdm_conf: 0 is off", 0.0, 1.0)
-
-
 class NoiseSchedule(Protocol):
     """The noise schedule used in training; hashable."""
 
@@ -522,47 +480,25 @@ def visible_shares(schedule: NoiseSchedule, context: CommitContext) -> tuple[jax
     return 1.0 - schedule.masked_ratio(t_B), 1.0 - schedule.masked_ratio(s_B)
 
 
-SIGMAS = {
-    "remdm_cap": lambda eta_B, most_B: jnp.minimum(eta_B, most_B),
-    "remdm_rescale": lambda eta_B, most_B: eta_B * most_B,
-}
-"""Remask probabilities of the rules that use the same probability for all tokens, keyed by rule."""
-
-
-def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:
-    """``min(1, (1 - alpha_s) / alpha_t)``, the upper bound on the remask probability (ReMDM,
-    section 4).
-    """
-    return jnp.minimum(1.0, (1.0 - alpha_s_B) / jnp.maximum(alpha_t_B, 1e-9))
-
-
 @rule
 class Ancestral(CommitRule):
-    """Commits each hole with the probability of the reverse process.
-
-    The probability is ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``, where sigma is the
-    remask probability of ReMDM. Sigma is 0 without ReMDM and for ``remdm_conf``, which has weight 0
-    at holes (Sahoo et al. 2024, MDLM, equation 7; Wang et al. 2025, ReMDM, equation 6).
+    """Commits each hole with its probability in the reverse process, ``(alpha_s - alpha_t) / (1 -
+    alpha_t)`` (Sahoo et al. 2024, MDLM, equation 7).
     """
 
     about = "each hole with its probability in the reverse noise process"
 
-    eta_B: jax.Array = per_row(REMASK_ETA)
     schedule: NoiseSchedule = fact("noise")
-    remask: str = reads("remask", "none")
+
+    def chance(self, context: CommitContext) -> jax.Array:
+        """The probability ``[B]`` that this step commits a hole."""
+        alpha_t_B, alpha_s_B = visible_shares(self.schedule, context)
+        return (alpha_s_B - alpha_t_B) / jnp.maximum(1.0 - alpha_t_B, 1e-9)
 
     def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """The holes that the process unmasks in this step. All other holes need no logits."""
-        chance_B = self._chance(context)
         drawn_BL = uniform(context.key_B, context.is_hole_BL.shape[1])
-        return context.is_hole_BL & (drawn_BL < chance_B[:, None])
-
-    def _chance(self, context: CommitContext) -> jax.Array:
-        alpha_t_B, alpha_s_B = visible_shares(self.schedule, context)
-        sigma = SIGMAS.get(self.remask)
-        sigma_B = 0.0 if sigma is None else sigma(self.eta_B, sigma_max(alpha_t_B, alpha_s_B))
-        hidden_B = jnp.maximum(1.0 - alpha_t_B, 1e-9)
-        return (alpha_s_B - (1.0 - sigma_B) * alpha_t_B) / hidden_B
+        return context.is_hole_BL & (drawn_BL < self.chance(context)[:, None])
 
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
         return context.is_hole_BL, state
@@ -570,5 +506,5 @@ class Ancestral(CommitRule):
     def log_prob(
         self, state: Any, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array
     ) -> jax.Array:
-        chance_B1 = jnp.clip(self._chance(context), 0.0, 1.0)[:, None]
+        chance_B1 = jnp.clip(self.chance(context), 0.0, 1.0)[:, None]
         return log_each(context.is_hole_BL, is_chosen_BL, chance_B1)

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dlm_jax.sampling.commit.commit_rule import StepRule
 from dlm_jax.sampling.edits.moves import Edits
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.settings import Rule, SettingError
+from dlm_jax.settings import SettingError
 from dlm_jax.types import Canvas, live_positions
 
 
@@ -130,14 +131,14 @@ class EditContext(NamedTuple):
         return is_open_BL & ~self.frozen_BL & (self.tokens_BL != self.mask_id) & ~is_own_space_BL
 
 
-class EditRule(Rule):
-    """Selects the edits between two steps. Only `select` is required."""
+class EditRule(StepRule):
+    """Selects the edits between two steps. Only `select` is required.
+
+    It can need ``likeliest``, that is, ``best_id_BL`` and ``best_BL`` of the context.
+    """
 
     required: ClassVar[tuple[str, ...]] = ("select",)
-
-    needs: ClassVar[tuple[str, ...]] = ()
-    """Inputs that the rule reads: ``likeliest``, that is, ``best_id_BL`` and ``best_BL`` of the
-    context."""
+    selector = "edit_scoring"
 
     @classmethod
     def is_used(cls, row: Any) -> bool:
@@ -146,13 +147,8 @@ class EditRule(Rule):
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        raise SettingError(
-            "edit", True, "has no trace, because edits are not random draws", "use edit=False"
-        )
-
-    def is_active(self) -> jax.Array:
-        """bool ``[B]``, True for rows whose length can change; all rows by default."""
-        return jnp.ones(jax.tree.leaves(self)[0].shape[0], bool)
+        why = "has no trace, because edits are not random draws"
+        raise SettingError("edit", True, why, "use edit=False")
 
     def score(self, context: EditContext) -> Any:
         """The scores of the edits, in any form."""

@@ -111,13 +111,9 @@ class Likelihood(EditRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        require(
-            not row.edit or row.length_target_mode == "none",
-            "edit_scoring",
-            "likelihood",
-            f"has no length_target_mode={row.length_target_mode!r}",
-            "use edit_scoring='uncertainty' for it",
-        )
+        why = f"has no length_target_mode={row.length_target_mode!r}"
+        is_fine = not row.edit or row.length_target_mode == "none"
+        require(is_fine, "edit_scoring", "likelihood", why, "use edit_scoring='uncertainty' for it")
 
     def score(self, context: EditContext) -> tuple[Edits, jax.Array, jax.Array]:
         """The trial edits, ``[K, ...]``, their scores, ``[K, B]``, and their priorities in ties.

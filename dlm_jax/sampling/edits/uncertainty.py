@@ -92,14 +92,9 @@ class Uncertainty(EditRule):
     @classmethod
     def check(cls, row: Any) -> None:
         is_space = _inserts(row) and row.edit_token == "space"
-        require(
-            not is_space or row.resample or row.remasks,
-            "edit",
-            UNSET,
-            "inserts spaces that no rule rewrites",
-            "use edit_token='mask', or the settings that rewrite every token at every step: "
-            "--preset variable_length, in Python Model.preset('variable_length')",
-        )
+        remedy = "use edit_token='mask', or --preset variable_length (Model.preset in Python)"
+        is_fine = not is_space or row.resample or row.remasks
+        require(is_fine, "edit", UNSET, "inserts spaces that no rule rewrites", remedy)
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:

@@ -176,8 +176,8 @@ class FillInput:
         is_fine_N |= ~is_real_N
         if out.total_BL is not None and drawable_NV is None:
             # The compiler shares these sums with `log_prob`.
-            max_N, weight_NC = vocab.exp_columns(clean_NV.astype(jnp.float32))
-            new["total_BL"] = total_N = max_N + jnp.log(weight_NC.sum(-1))
+            max_N, weight_N = vocab.exp_sum(clean_NV.astype(jnp.float32))
+            new["total_BL"] = total_N = max_N + jnp.log(weight_N)
             # Existing tokens can have probability 0, but drawn tokens cannot.
             is_fine_N |= ~is_drawn_N & jnp.isfinite(total_N)
             if out.best_BL is not None:

@@ -165,51 +165,24 @@ class Chain:
             unscored_N = jnp.where(jnp.isfinite(chosen_N), 0.0, jnp.nan)
             return jnp.where(is_scored, drawing.log_prob(x_NK, place_N, sums), unscored_N)
 
-        # The tokens and scores of rows with many candidates, and the candidates of other rows. If
-        # no transform but a temperature runs, nothing is written over the logits. Both ways give
-        # the same bits. The functions in conditionals are new in each call, because JAX caches the
-        # trace of a branch for the lifetime of its function.
-        heat = next((i for i, t in enumerate(self.transforms) if isinstance(t, Temperature)), None)
-        divisor_N = zeros_N + 1.0 if heat is None else self.transforms[heat].divisor()[at.row_N]
-        few_divisor_N = divisor_N if heat is not None and heat < cut else None
-        is_changed = rest.is_real_N.any() & is_scored
-        for place, t in enumerate(self.transforms):
-            seen = at if place < cut else rest
-            if place == heat:
-                is_changed |= (t.is_dynamic()[at.row_N] & seen.is_real_N).any()
-            else:
-                is_changed |= any_active([t], seen)
+        # This creates a new array, because XLA would otherwise copy the logits before a branch that
+        # changes them. The logits in the padding are distinct, because ties need additional passes.
+        # The functions in conditionals are new in each call, because JAX caches the trace of a
+        # branch for the lifetime of its function.
+        unlike_1V = -jnp.arange(logits_NV.shape[1], dtype=jnp.float32)[None]
+        logits_NV = jnp.where(at.is_real_N[:, None], logits_NV, unlike_1V)
+        logits_NV = run_all(steps[:cut], logits_NV, at)
+        few_NK, ids_NK = _candidates(is_few_N, logits_NV)
 
-        def in_place(x_NV: Array) -> tuple[Array, Array, Array, Array]:
-            ids_N = jax.lax.cond(
-                rest.is_real_N.any(),
-                lambda x: drawing.choose_with(x, noise, takes_best_N, divisor_N),
-                lambda x: none[0],
-                x_NV,
-            )
-            return ids_N, zeros_N, *_candidates(is_few_N, x_NV, few_divisor_N)
+        def from_many(x_NV: Array) -> tuple[Array, Array]:
+            x_NV = run_all(steps[cut:], x_NV, rest)
+            needs_sums = ~takes_best_N.all() | is_scored
+            unknown = zeros_N + 1.0, jnp.ones((len(zeros_N), vocab.width_of(x_NV.shape[1])))
+            sums = jax.lax.cond(needs_sums, lambda x: vocab.exp_columns(x), lambda x: unknown, x_NV)
+            ids_N = drawing.choose_with(x_NV, noise, takes_best_N, weight_NC=sums[1])
+            return ids_N, score(x_NV, ids_N, sums)
 
-        def in_copy(x_NV: Array) -> tuple[Array, Array, Array, Array]:
-            # This creates a new array, because XLA would otherwise copy the logits before the
-            # branch. The logits in the padding are distinct, because ties need additional passes.
-            unlike_1V = -jnp.arange(x_NV.shape[1], dtype=jnp.float32)[None]
-            x_NV = jnp.where(at.is_real_N[:, None], x_NV, unlike_1V)
-            x_NV = run_all(steps[:cut], x_NV, at)
-            few = _candidates(is_few_N, x_NV)
-
-            def draw(x_NV: Array) -> tuple[Array, Array]:
-                x_NV = run_all(steps[cut:], x_NV, rest)
-                needs_sums = ~takes_best_N.all() | is_scored
-                unknown = zeros_N + 1.0, vocab.columns(x_NV, 1.0)
-                sums = jax.lax.cond(
-                    needs_sums, lambda x: vocab.exp_columns(x), lambda x: unknown, x_NV
-                )
-                ids_N = drawing.choose_with(x_NV, noise, takes_best_N, weight_NC=sums[1])
-                return ids_N, score(x_NV, ids_N, sums)
-
-            return *jax.lax.cond(rest.is_real_N.any(), draw, lambda x: none, x_NV), *few
-
-        token_N, score_N, few_NK, ids_NK = jax.lax.cond(is_changed, in_copy, in_place, logits_NV)
+        token_N, score_N = jax.lax.cond(rest.is_real_N.any(), from_many, lambda x: none, logits_NV)
         if cut == len(steps):
             return token_N, score_N
 
@@ -246,16 +219,12 @@ class Chain:
         return run_all([step for step in steps[cut + 1 :] if not has_feedback(step[0])], few_NK, at)
 
 
-def _candidates(
-    is_few_N: Array, logits_NV: Array, divisor_N: Array | None = None
-) -> tuple[Array, Array]:
-    """The largest logits after a division, and their ids, if any position has few candidates."""
+def _candidates(is_few_N: Array, logits_NV: Array) -> tuple[Array, Array]:
+    """The largest logits and their ids, if any position has few candidates."""
     N, V = logits_NV.shape
     size = min(MAX_CANDIDATES, V)
     none = jnp.zeros((N, size), jnp.float32), jnp.zeros((N, size), jnp.int32)
-    return jax.lax.cond(
-        is_few_N.any(), lambda x: vocab.largest(x, size, divisor_N), lambda x: none, logits_NV
-    )
+    return jax.lax.cond(is_few_N.any(), lambda x: vocab.largest(x, size), lambda x: none, logits_NV)
 
 
 def chain(

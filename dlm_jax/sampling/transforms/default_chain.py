@@ -20,7 +20,7 @@ from dlm_jax.sampling.transforms.penalties import Dry, Penalties
 from dlm_jax.sampling.transforms.temperature import TEMPERATURE_END, Temperature
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
 from dlm_jax.sampling.transforms.truncate import MinP, TopK, TopNSigma, TopP, TypicalP, Xtc
-from dlm_jax.settings import UNSET, Setting, SettingError, nearest
+from dlm_jax.settings import UNSET, SettingError, nearest
 
 TRANSFORMS: Mapping[str, type[LogitTransform]] = {
     "bias": LogitBias,
@@ -44,9 +44,7 @@ def sample_logits(
     key: Array,
     *,
     previous: ArrayLike | None = None,
-    prepared: tuple[Any, ...] | None = None,
-    at: At | None = None,
-    is_scored: Array | bool | None = True,
+    is_scored: Array | bool = True,
 ) -> tuple[Array, Array]:
     """Token ids, int32 ``[N]``, drawn after the chain of each row, and their log-probabilities.
 
@@ -67,12 +65,8 @@ def sample_logits(
       key: typed keys ``[N]``, one per row, each used once; or one key for one row.
       previous: int ``[N, P]``, the tokens that penalties and DRY read, oldest first, padded with -1
         at the end; None if there are none.
-      prepared: the values of `Chain.prepare`, instead of `previous`. A step of the loop computes
-        them once for all of its chunks.
-      at: rows and positions of the logits in a step of the loop, where a row of the chain can have
-        several positions. It must come with `prepared`.
       is_scored: False returns zeros in place of log-probabilities, which saves a pass over the
-        vocabulary; None returns zeros unless a transform with state reads log-probabilities.
+        vocabulary.
 
     Raises:
       ValueError: a setting is unknown, or a concrete value is out of range. Traced values are not
@@ -82,80 +76,62 @@ def sample_logits(
     top-p drops a token if the mass before it equals p, and padding is never penalised.
     """
     if logits.ndim == 1:
-        if previous is not None:
-            previous = jnp.asarray(previous)[None]
+        previous = None if previous is None else jnp.asarray(previous)[None]
         ids_1, logprob_1 = sample_logits(
             logits[None], params, key[None], previous=previous, is_scored=is_scored
         )
         return ids_1[0], logprob_1[0]
     num_rows, vocab_size = logits.shape
     if key.shape != (num_rows,):
-        raise ValueError(
-            f"key has shape {key.shape}; pass one key per row, for example "
-            f"jax.random.split(key, {num_rows})"
-        )
-    if at is None or not isinstance(params, Chain):
-        params = chain_of(params, num_rows, vocab_size)
-    if at is None:
-        row_N = jnp.arange(num_rows, dtype=jnp.int32)
-        previous_NP = jnp.asarray(-1 if previous is None else previous, jnp.int32)
-        previous_NP = jnp.broadcast_to(previous_NP, (num_rows, *(previous_NP.shape[1:] or (1,))))
-        is_token_NP = previous_NP >= 0
-        length_N = is_token_NP.sum(1, dtype=jnp.int32)
-        at = At(row_N, length_N, key, jnp.ones(num_rows, bool))
-        if prepared is None:
-            tokens_NP = jnp.maximum(previous_NP, 0)
-            order_NP = jnp.broadcast_to(jnp.arange(previous_NP.shape[1]), previous_NP.shape)
-            context = Context(tokens_NP, order_NP, is_token_NP, length_N)
-            prepared = params.prepare(params.init(num_rows), context)
-    if prepared is None:
-        raise ValueError("at is given without prepared; pass the result of Chain.prepare")
-    at = at._replace(key_N=key)
-    return params.draw(prepared, logits, at, is_scored=is_scored)
+        remedy = f"pass one key per row, for example jax.random.split(key, {num_rows})"
+        raise ValueError(f"key has shape {key.shape}; {remedy}")
+    full = chain_of(params, num_rows, vocab_size)
+    previous_NP = jnp.asarray(-1 if previous is None else previous, jnp.int32)
+    previous_NP = jnp.broadcast_to(previous_NP, (num_rows, *(previous_NP.shape[1:] or (1,))))
+    is_token_NP = previous_NP >= 0
+    length_N = is_token_NP.sum(1, dtype=jnp.int32)
+    order_NP = jnp.broadcast_to(jnp.arange(previous_NP.shape[1]), previous_NP.shape)
+    context = Context(jnp.maximum(previous_NP, 0), order_NP, is_token_NP, length_N)
+    at = At(jnp.arange(num_rows, dtype=jnp.int32), length_N, key, jnp.ones(num_rows, bool))
+    prepared = full.prepare(full.init(num_rows), context)
+    return full.draw(prepared, logits, at, is_scored=is_scored)
 
 
 def chain_of(params: Mapping[str, ArrayLike] | Chain, num_rows: int, vocab_size: int) -> Chain:
     """The chain for the `params` of `sample_logits`: the default chain, without the transforms that
     none of the settings concerns.
     """
-
-    def per_row(x: Any) -> Any:
-        return jnp.broadcast_to(x, (num_rows,)) if jnp.ndim(x) == 0 else x
-
     if isinstance(params, Chain):
-        return jax.tree.map(per_row, params)
+        return jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (num_rows,)) if jnp.ndim(x) == 0 else x, params
+        )
     classes = [cls for cls in TRANSFORMS.values() if cls.init is LogitTransform.init]
     known = {s.name: s for cls in classes for s in cls.settings() if not s.is_list}
     known.pop(TEMPERATURE_END.name)  # it depends on the step
-    columns = {name: _column(known, name, value, num_rows) for name, value in params.items()}
+    for name, value in params.items():
+        if name not in known:
+            why = "is not a setting of sample_logits"
+            raise SettingError(name, UNSET, why, nearest(name, tuple(known)))
+        if not isinstance(value, Tracer):
+            for number in np.unique(np.asarray(value)):
+                known[name].checked(number.item())
+        if jnp.shape(value) not in ((), (num_rows,)):
+            remedy = f"pass one value or {num_rows}"
+            raise SettingError(name, UNSET, f"has shape {jnp.shape(value)}", remedy)
     transforms: list[LogitTransform] = []
     for cls in classes:
-        if not any(s.activates and s.name in columns for s in cls.settings()):
+        if not any(s.activates and s.name in params for s in cls.settings()):
             continue
         fields: dict[str, Any] = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             setting = field.metadata.get("setting")
             if setting is None:
                 fields[field.name] = vocab_size
-            elif setting.name in columns:
-                fields[field.name] = per_row(columns[setting.name])
-            elif field.default is not None:
-                default = field.metadata["column"]([setting.default] * num_rows)
-                fields[field.name] = jnp.asarray(default)
+            elif field.default is not None or setting.name in params:
+                default = jnp.asarray(field.metadata["column"]([setting.default] * num_rows))
+                value = params.get(setting.name, default)
+                fields[field.name] = jnp.broadcast_to(jnp.asarray(value), default.shape).astype(
+                    default.dtype
+                )
         transforms.append(cls(**fields))
     return chain(*transforms)
-
-
-def _column(known: Mapping[str, Setting], name: str, value: ArrayLike, num_rows: int) -> Array:
-    """The checked value of a setting as an array: one value, or one per row."""
-    if name not in known:
-        raise SettingError(
-            name, UNSET, "is not a setting of sample_logits", nearest(name, tuple(known))
-        )
-    if not isinstance(value, Tracer):
-        for number in np.unique(np.asarray(value)):
-            known[name].checked(number.item())
-    if jnp.shape(value) not in ((), (num_rows,)):
-        remedy = f"pass one value or {num_rows}"
-        raise SettingError(name, UNSET, f"has shape {jnp.shape(value)}", remedy)
-    return jnp.asarray(value).astype(known[name].column([known[name].default]).dtype)

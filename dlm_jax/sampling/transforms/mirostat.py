@@ -89,8 +89,8 @@ class Mirostat(Pointwise):
             return keep_largest(logits_NV, jnp.where(version_N == 1, k_N, V))
 
         def second(logits_NV: Array) -> Array:
-            max_N, weight_NC = vocab.exp_columns(logits_NV)
-            floor_N = max_N + jnp.log(weight_NC.sum(-1)) - mu_N * math.log(2.0)
+            max_N, total_N = vocab.exp_sum(logits_NV)
+            floor_N = max_N + jnp.log(total_N) - mu_N * math.log(2.0)
             return keep_above(logits_NV, floor_N, min_keep_N, version_N == 2)
 
         for version, truncate in ((1, first), (2, second)):

@@ -14,14 +14,13 @@ from jax import Array
 
 from dlm_jax.sampling.transforms.bias import check_id, padded
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
-from dlm_jax.settings import Setting, SettingError, fact, per_row, rule
+from dlm_jax.settings import Setting, fact, per_row, require, rule
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    try:
-        return tuple(check_id("dry_breakers", token) for token in value)
-    except TypeError:
-        raise SettingError("dry_breakers", value, "is not a list of ids", "use [3, 4]") from None
+    is_list = hasattr(value, "__iter__") and not isinstance(value, str)
+    require(is_list, "dry_breakers", value, "is not a list of ids", "use [3, 4]")
+    return tuple(check_id("dry_breakers", token) for token in value)
 
 
 DRY_BREAKERS = Setting(

@@ -20,7 +20,7 @@ from jax import Array
 
 from dlm_jax.sampling.positions import place_of_largest
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
-from dlm_jax.settings import UNSET, Setting, SettingError, per_row, rule
+from dlm_jax.settings import UNSET, Setting, per_row, require, rule
 from dlm_jax.structured.automaton import Arcs, Automaton, stack_arcs
 
 _AT_ONCE = 16
@@ -37,8 +37,8 @@ def automaton_of(row: Any) -> Automaton:
 
 
 def _parse(value: Any) -> Any:
-    if not isinstance(value, str | Automaton):
-        raise SettingError("structure", value, "is not a regular expression", "pass it as a string")
+    is_pattern = isinstance(value, str | Automaton)
+    require(is_pattern, "structure", value, "is not a regular expression", "pass it as a string")
     return value
 
 
@@ -72,19 +72,10 @@ class Structure(LogitTransform):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        if not cls.is_used(row):
-            return
-        if row.refines:
-            raise SettingError(
-                "structure",
-                UNSET,
-                "requires tokens that do not change",
-                "disable edit, remask, resample and renoise",
-            )
-        if row.ignore_eos:
-            raise SettingError(
-                "structure", UNSET, "ends with EOS, which ignore_eos bans", "remove one of them"
-            )
+        why, remedy = "requires tokens that do not change", "disable edit, remask and resample"
+        require(not row.refines, "structure", UNSET, why, remedy)
+        why = "ends with EOS, which ignore_eos bans"
+        require(not row.ignore_eos, "structure", UNSET, why, "remove one of them")
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Structure:

@@ -96,23 +96,14 @@ class Temperature(Pointwise):
         moved_B = (self.last_B - self.temperature_B) * progress_B
         return dataclasses.replace(self, temperature_B=self.temperature_B + moved_B)
 
-    def is_dynamic(self) -> Array:
-        """True `[B]` where the divisor depends on the entropy."""
-        return (self.temperature_B != 0) & (self.range_B != 0)
-
     def is_active(self) -> Array:
-        return ((self.temperature_B != 0) & (self.temperature_B != 1)) | self.is_dynamic()
-
-    def divisor(self) -> Array:
-        """The divisor `[B]` of each row's logits where it is not dynamic."""
-        return jnp.where(self.is_active() & ~self.is_dynamic(), self.temperature_B, 1.0)
+        return (self.temperature_B != 0) & ((self.temperature_B != 1) | (self.range_B != 0))
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        is_dynamic_N = self.is_dynamic()[at.row_N]
-        divisor_N = self.divisor()[at.row_N]
-
-        def scaled(divisor_N: Array) -> Array:
-            return vocab.divide(logits_NV, divisor_N)
+        is_dynamic_N = ((self.temperature_B != 0) & (self.range_B != 0))[at.row_N]
+        divisor_N = jnp.where(
+            is_dynamic_N | ~self.is_active()[at.row_N], 1.0, self.temperature_B[at.row_N]
+        )
 
         def dynamic() -> Array:
             count_N, entropy_N = vocab.count_and_entropy(logits_NV)
@@ -123,11 +114,11 @@ class Temperature(Pointwise):
             high_N = (self.temperature_B + self.range_B)[at.row_N]
             own_N = jnp.where(count_N > 1, low_N + (high_N - low_N) * power_N, 1.0)
             own_N = jnp.where(is_dynamic_N, own_N, divisor_N)
-            is_cold_N1 = (own_N < 1e-6)[:, None]
+            is_cold_N = own_N < 1e-6
             best_N1 = vocab.argmax(logits_NV, vocab.TOLERANCE)[:, None]
             is_best_NV = jnp.arange(logits_NV.shape[1])[None] == best_N1
-            scaled_NV = scaled(jnp.where(is_cold_N1[:, 0], 1.0, own_N))
-            return jnp.where(is_cold_N1 & ~is_best_NV, -jnp.inf, scaled_NV)
+            scaled_NV = vocab.divide(logits_NV, jnp.where(is_cold_N, 1.0, own_N))
+            return jnp.where(is_cold_N[:, None] & ~is_best_NV, -jnp.inf, scaled_NV)
 
         is_any = (is_dynamic_N & at.is_real_N).any()
-        return jax.lax.cond(is_any, dynamic, lambda: scaled(divisor_N))
+        return jax.lax.cond(is_any, dynamic, lambda: vocab.divide(logits_NV, divisor_N))

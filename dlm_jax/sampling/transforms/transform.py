@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from dlm_jax.settings import Rule, Setting, SettingError, per_row, rule
+from dlm_jax.settings import Rule, Setting, per_row, require, rule
 from dlm_jax.types import returned
 
 
@@ -56,6 +56,7 @@ class LogitTransform(Rule):
     and at least one candidate per position remains. Inputs are float32 without NaN or +inf.
 
     Only `apply` is required. By default, a transform has no state and reads no context.
+    `prepare` is separate from `apply`, which runs once per chunk of positions.
     """
 
     required: ClassVar[tuple[str, ...]] = ("apply",)
@@ -63,14 +64,10 @@ class LogitTransform(Rule):
     @classmethod
     def check_trace(cls, row: Any) -> None:
         """Raises for a transform with a state, because the state depends on the parameters."""
-        if cls.init is not LogitTransform.init and cls.is_used(row):
-            name = next((s.name for s in cls.settings() if s.activates), cls.name)
-            raise SettingError(
-                name,
-                getattr(row, name, True),
-                "has no trace, because it has state",
-                "leave it at its default",
-            )
+        name = next((s.name for s in cls.settings() if s.activates), cls.name)
+        why, value = "has no trace, because it has state", getattr(row, name, True)
+        is_plain = cls.init is LogitTransform.init or not cls.is_used(row)
+        require(is_plain, name, value, why, "leave it at its default")
 
     def init(self, num_rows: int) -> Any:
         """State before the first step; `()` if there is none."""
@@ -105,10 +102,9 @@ def _function_class(function: Callable[..., Any]) -> type[LogitTransform]:
     name = getattr(function, "__name__", "")
     if not name.isidentifier():  # a lambda, or a functools.partial
         name = f"function_{next(_NUMBERS)}"
-    setting = Setting(name, False, "a function of the logits")
 
     class Function(LogitTransform):
-        is_on_B: Array = per_row(setting)
+        is_on_B: Array = per_row(Setting(name, False, "a function of the logits"))
 
         def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
             new_NV = returned(

@@ -19,6 +19,7 @@ from jax import Array
 
 from dlm_jax.randomness import salted
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.blocks import choose
 from dlm_jax.sampling.transforms import resident
 from dlm_jax.sampling.transforms.transform import At, Pointwise, is_greedy, is_steered
 from dlm_jax.sampling.vocab import ordered
@@ -107,19 +108,12 @@ def _before_each(value_NK: Array, weight_NK: Array) -> tuple[Array, Array]:
     return before_NK2[..., 0], before_NK2[..., 1]
 
 
-class _Bracket(NamedTuple):
-    """Keys (see `vocab.ordered`) around the cut, with the count and the mass above each."""
+class _End(NamedTuple):
+    """A key (see `vocab.ordered`) beside the cut, with the count and the mass above it."""
 
-    low_N: Array
-    high_N: Array
-    count_low_N: Array
-    count_high_N: Array
-    mass_low_N: Array
-    mass_high_N: Array
-    turn: Array
-
-    def is_open(self) -> Array:
-        return (self.high_N - self.low_N > 1) & (self.count_low_N - self.count_high_N > 1)
+    key_N: Array
+    count_N: Array
+    mass_N: Array
 
 
 def _search(
@@ -139,19 +133,17 @@ def _search(
     V = num_logits
     all_key = ordered(jnp.float32(-jnp.inf))
     zero_N = jnp.zeros(count_N.shape, jnp.float32)
-    start = _Bracket(
-        # The lower end starts below -inf, because a search can end at -inf.
-        low_N=jnp.full(count_N.shape, all_key - 1, jnp.uint32),
-        high_N=jnp.where(count_N >= V, all_key, ordered(vocab.flushed(top_N))),
-        count_low_N=zero_N + (V + 2.0),
-        count_high_N=zero_N,
-        mass_low_N=zero_N + (V + 2.0),
-        mass_high_N=zero_N,
-        turn=jnp.int32(0),
-    )
+    # The lower end starts below -inf, because a search can end at -inf.
+    low_key_N = jnp.full(count_N.shape, all_key - 1, jnp.uint32)
+    high_key_N = jnp.where(count_N >= V, all_key, ordered(vocab.flushed(top_N)))
+    ends = _End(low_key_N, zero_N + (V + 2.0), zero_N + (V + 2.0)), _End(high_key_N, zero_N, zero_N)
 
-    def narrow(s: _Bracket) -> _Bracket:
-        key_N = _next_bound(s)
+    def is_open(low: _End, high: _End) -> Array:
+        return (high.key_N - low.key_N > 1) & (low.count_N - high.count_N > 1)
+
+    def narrow(s: tuple[Array, _End, _End]) -> tuple[Array, _End, _End]:
+        turn, low, high = s
+        key_N = _next_bound(turn, low.key_N, high.key_N)
         bound_N1 = _float(key_N)[:, None]
 
         def count(block: list[Array], ids: Array) -> Array:
@@ -161,29 +153,23 @@ def _search(
             return jnp.where(block[0] > bound_N1, block[1], 0.0)
 
         above = sums(*(count, mass)[:num_values])
-        count_above_N, mass_above_N = above[0], above[-1]
-        is_inside_N = (mass_above_N < mass_N) | (count_above_N < count_N)
-        lifts_N, lowers_N = s.is_open() & ~is_inside_N, s.is_open() & is_inside_N
-        return _Bracket(
-            jnp.where(lifts_N, key_N, s.low_N),
-            jnp.where(lowers_N, key_N, s.high_N),
-            jnp.where(lifts_N, count_above_N, s.count_low_N),
-            jnp.where(lowers_N, count_above_N, s.count_high_N),
-            jnp.where(lifts_N, mass_above_N, s.mass_low_N),
-            jnp.where(lowers_N, mass_above_N, s.mass_high_N),
-            s.turn + 1,
-        )
+        tested = _End(key_N, above[0], above[-1])
+        is_inside_N = (tested.mass_N < mass_N) | (tested.count_N < count_N)
+        is_open_N = is_open(low, high)
+        low = choose(is_open_N & ~is_inside_N, tested, low)
+        return turn + 1, low, choose(is_open_N & is_inside_N, tested, high)
 
     with jax.named_scope(PASSES):
-        s = jax.lax.while_loop(lambda s: s.is_open().any(), narrow, start)
-    ties_N = s.count_low_N - s.count_high_N
-    weight_N = (s.mass_low_N - s.mass_high_N) / jnp.maximum(ties_N, 1.0)
-    by_mass_N = jnp.ceil((mass_N - s.mass_high_N) / jnp.where(weight_N > 0, weight_N, 1.0))
-    num_N = jnp.clip(jnp.maximum(by_mass_N, count_N - s.count_high_N), 1.0, ties_N)
+        s = jax.lax.while_loop(lambda s: is_open(*s[1:]).any(), narrow, (jnp.int32(0), *ends))
+    _, low, high = s
+    ties_N = low.count_N - high.count_N
+    weight_N = (low.mass_N - high.mass_N) / jnp.maximum(ties_N, 1.0)
+    by_mass_N = jnp.ceil((mass_N - high.mass_N) / jnp.where(weight_N > 0, weight_N, 1.0))
+    num_N = jnp.clip(jnp.maximum(by_mass_N, count_N - high.count_N), 1.0, ties_N)
     is_single_N = ties_N <= 1
     # If the bracket contains one token, everything above its lower end is kept.
-    value_N = _float(jnp.where(is_single_N, s.low_N, s.high_N))
-    is_split_N = ~is_single_N & (num_N < ties_N) & (s.low_N >= all_key)
+    value_N = _float(jnp.where(is_single_N, low.key_N, high.key_N))
+    is_split_N = ~is_single_N & (num_N < ties_N) & (low.key_N >= all_key)
 
     def last_tie() -> Array:
         """The last of the ids with the value at the cut that are kept."""
@@ -205,22 +191,22 @@ def _search(
 
     none_N = jnp.full(value_N.shape, V, jnp.int32)
     last_N = jax.lax.cond(is_split_N.any(), last_tie, lambda: none_N)
-    cut_N = jnp.where(s.high_N == all_key, -jnp.inf, value_N)
+    cut_N = jnp.where(high.key_N == all_key, -jnp.inf, value_N)
     return cut_N, jnp.where(is_single_N, -1, last_N)
 
 
-def _next_bound(s: _Bracket) -> Array:
+def _next_bound(turn: Array, low_key_N: Array, high_key_N: Array) -> Array:
     """The key to test next inside each bracket: the middle of its values, or, where values are far
     apart and in every fourth pass, the middle of its keys, which closes any bracket.
     """
-    low_N, high_N = _float(s.low_N), _float(s.high_N)
+    low_N, high_N = _float(low_key_N), _float(high_key_N)
     middle_N = jnp.where(high_N - low_N < _WIDE, 0.5 * (low_N + high_N), high_N - 0.25 * _WIDE)
-    middle_N, first_N, last_N = ordered(middle_N), s.low_N + 1, s.high_N - 1
+    middle_N, first_N, last_N = ordered(middle_N), low_key_N + 1, high_key_N - 1
     # TPU kernels compare unsigned numbers, but have no minimum or maximum of them.
     middle_N = jnp.where(middle_N < first_N, first_N, middle_N)
     middle_N = jnp.where(middle_N > last_N, last_N, middle_N)
-    half_N = s.low_N + ((s.high_N - s.low_N) >> 1)
-    return jnp.where(s.turn % 4 == 3, half_N, middle_N)
+    half_N = low_key_N + ((high_key_N - low_key_N) >> 1)
+    return jnp.where(turn % 4 == 3, half_N, middle_N)
 
 
 def _float(key: Array) -> Array:
@@ -346,14 +332,14 @@ class TopP(Truncation):
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         p_N = self.p_B[at.row_N]
         # The set of kept tokens has no derivative.
-        max_N, weight_NC = vocab.exp_columns(jax.lax.stop_gradient(logits_NV))
+        max_N, total_N = vocab.exp_sum(jax.lax.stop_gradient(logits_NV))
         return keep_prefix(
             logits_NV,
             value=lambda block, max_N1: block,
             weight=lambda block, max_N1: jnp.exp(block - max_N1),
             columns=(max_N,),
             top_N=max_N,
-            mass_N=p_N * weight_NC.sum(-1),
+            mass_N=p_N * total_N,
             count_N=self.min_count(logits_NV.shape[1], at),
         )
 
@@ -380,8 +366,8 @@ class TypicalP(Truncation):
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         seen_NV = jax.lax.stop_gradient(logits_NV)
-        max_N, weight_NC = vocab.exp_columns(seen_NV)
-        log_total_N = jnp.log(weight_NC.sum(-1))
+        max_N, total_N = vocab.exp_sum(seen_NV)
+        log_total_N = jnp.log(total_N)
         _, entropy_N = vocab.count_and_entropy(seen_NV)
 
         def logprob(block: Array, max_N1: Array, log_total_N1: Array, _: Array) -> Array:
@@ -494,22 +480,20 @@ class Xtc(Truncation):
         return (self.probability_B > 0) & (self.threshold_B <= 0.5)
 
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
-        max_N, weight_NC = vocab.exp_columns(logits_NV)
-        floor_N = max_N + jnp.log(self.threshold_B[at.row_N] * weight_NC.sum(-1))
+        max_N, total_N = vocab.exp_sum(logits_NV)
+        floor_N = max_N + jnp.log(self.threshold_B[at.row_N] * total_N)
 
-        def fn(acc, block_NC, ids_1C):
-            num_top_NC, num_NC, least_NC = acc
-            is_top_NC = block_NC >= floor_N[:, None]
-            return (
-                num_top_NC + jnp.where(is_top_NC, 1.0, 0.0),
-                num_NC + jnp.where(block_NC > -jnp.inf, 1.0, 0.0),
-                jnp.minimum(least_NC, jnp.where(is_top_NC, block_NC, jnp.inf)),
-            )
+        def is_top(block: Array) -> Array:
+            return block >= floor_N[:, None]
 
-        start = tuple(vocab.columns(logits_NV, fill) for fill in (0.0, 0.0, jnp.inf))
-        num_top_NC, num_NC, least_NC = vocab.accumulate(fn, start, logits_NV)
-        num_top_N, least_N1 = num_top_NC.sum(-1), least_NC.min(-1)[:, None]
-        num_left_N = num_NC.sum(-1) - num_top_N + 1
+        num_top_N, num_N, least_N = vocab.reduce(
+            logits_NV,
+            ("sum", lambda block, ids: is_top(block)),
+            ("sum", lambda block, ids: block > -jnp.inf),
+            ("min", lambda block, ids: jnp.where(is_top(block), block, jnp.inf)),
+        )
+        least_N1 = least_N[:, None]
+        num_left_N = num_N - num_top_N + 1
         uniform_N = jax.vmap(jax.random.uniform)(salted(at.key_N, _XTC_SALT))
         does_drop_N = (
             self.is_active()[at.row_N]

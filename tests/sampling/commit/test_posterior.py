@@ -214,7 +214,7 @@ def test_noise_of_no_step_is_an_id_that_a_row_bans(order):
         ({"edit": True}, "edit=True is not supported with"),
         ({"renoise_start": 0.5}, "renoise_start=0.5 is not supported with"),
         ({"structure": "[a-c]+"}, "is not supported with"),
-        ({"read_back": True}, "order='posterior' writes tokens without host samplers"),
+        ({"read_back": True}, "order='posterior' writes tokens on the device"),
         ({"trace": True}, "order='posterior' has no trace"),
         ({"posterior_start": 0.0}, "posterior_start=0.0 is outside (0, 1]"),
     ],

@@ -15,7 +15,7 @@ from dlm_jax.config import SamplingParams
 from dlm_jax.sampling.commit import RandomOrder
 from dlm_jax.sampling.commit.orders import whole_quota
 from dlm_jax.sampling.edits import Likelihood
-from dlm_jax.sampling.state import EDITED, State
+from dlm_jax.sampling.state import State
 from dlm_jax.types import Status
 
 ALL = RandomOrder(whole_quota)
@@ -191,26 +191,6 @@ def test_the_loop_equals_a_plain_one_that_tries_each_edit_on_a_list(seed):
             compared += 1
             changed += len(want) != len(row.tokens)
     assert compared >= 5 and changed >= 2
-
-
-def test_a_text_only_becomes_likelier_and_says_where_it_was_edited():
-    rows = [dataclasses.replace(row, resample=False, steps=8) for row in _drafts(4)]
-    state = _state(rows, _rule(lead_gain_B=np.zeros(ROWS, np.float32)))
-    before = [_likelihood(list(row.tokens)) for row in rows]
-    edited = 0
-    for _ in range(9):
-        state = canvases.shared_advance()(toy.params(), state, 1)
-        results = canvases.results(state)
-        after = [_likelihood(list(result.tokens)) for result in results]
-        assert all(b >= a - 1e-4 for a, b in zip(before, after, strict=True))
-        edited += sum(b > a + 1e-3 for a, b in zip(before, after, strict=True))
-        before = after
-    counters = state.counters
-    assert edited > ROWS and (np.asarray(counters.lost) == 0).all()
-    for index, (row, result) in enumerate(zip(rows, results, strict=True)):
-        assert result.tokens[: index % 3] == row.tokens[: index % 3]
-        assert set(result.committed) <= {-1, EDITED}
-    assert EDITED in {step for result in results for step in result.committed}
 
 
 def test_what_no_edit_makes_likelier_by_enough_stays_as_it_is():

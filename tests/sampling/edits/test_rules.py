@@ -286,47 +286,6 @@ def test_edits_are_those_of_one_at_a_time():
     assert min(seen["trimmed"], seen["refused"], seen["both"]) > 100, seen
 
 
-def test_frozen_tokens_stay_in_order_and_what_is_before_the_first_unfrozen_stays_put():
-    rng = np.random.default_rng(1)
-    for _ in range(5):
-        batch = _random_batch(rng)
-        after, before = _edited(*batch)[0], batch.cells
-        for row in range(ROWS):
-            old, new = (
-                x.tokens_BL[row, : x.length_B[row]][x.frozen_BL[row, : x.length_B[row]]]
-                for x in (before, after)
-            )
-            np.testing.assert_array_equal(old, new)
-            first = int(np.argmin(np.append(before.frozen_BL[row], False)))
-            np.testing.assert_array_equal(
-                before.tokens_BL[row, :first], after.tokens_BL[row, :first]
-            )
-            assert after.length_B[row] <= batch.params.capacity_B[row]
-
-
-def test_rows_do_not_depend_on_their_place_or_neighbours():
-    rng = np.random.default_rng(2)
-    batch, other = _random_batch(rng), _random_batch(rng)
-    perm = rng.permutation(ROWS)
-    alone = jax.tree.map(lambda x: x[perm], _edited(*batch))
-    mixed = jax.tree.map(lambda a, b: np.concatenate([a[perm[:20]], b[20:]]), batch, other)
-    for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(_edited(*mixed)), strict=True):
-        np.testing.assert_array_equal(a[:20], b[:20])
-
-
-def test_ratios_of_zero_change_nothing():
-    cells, snapshot, params, new_B = _random_batch(np.random.default_rng(3))
-    zero_B = np.zeros(ROWS, np.float32)
-    off = params._replace(
-        insert_ratio_B=zero_B, delete_ratio_B=zero_B, target_mode_B=np.zeros(ROWS, np.int32)
-    )
-    after, position_map, _ = _edit(cells, snapshot, off, new_B)
-    for x, y in zip(cells, after._replace(mark_BL=cells.mark_BL), strict=True):
-        np.testing.assert_array_equal(x, y)
-    assert not after.mark_BL.any(), "marks last one step"
-    np.testing.assert_array_equal(position_map.source_BL, np.arange(LENGTH)[None].repeat(ROWS, 0))
-
-
 def test_all_of_it_was_one_program():
     """The tests above call it with every kind of row and of parameter."""
     _edit(*_random_batch(np.random.default_rng(4)))

@@ -161,25 +161,6 @@ def test_greedy_row_takes_the_argmax_of_what_the_chain_leaves():
         np.testing.assert_array_equal(ids[is_greedy], np.asarray(expected).argmax(-1)[is_greedy])
 
 
-def test_temperature_alone_draws_bit_for_bit_as_among_other_transforms():
-    warm = tf.Temperature(tc.real(0.6, 1.7, 1.0))
-    alone = tf.chain(warm, tf.MinP(tc.real(0.0), tc.whole(1)))
-    among = tf.chain(warm, tf.MinP(tc.real(0.0, 0.0, 0.3), tc.whole(1)))
-    mine = np.asarray(tc.at().row_N) != 2
-    for seed in range(40):
-        x = tc.logits("normal", seed)
-        if seed % 4 == 1:
-            # quotients beyond float32, which are clipped
-            x = np.clip(tc.logits("huge", seed), -1e31, 1e31) * np.float32(3e7)
-        elif seed % 4 == 2:
-            x = np.where(x > 0, np.float32(-3.2e38), -np.inf).astype(np.float32)
-        ours, theirs = (
-            np.asarray(tc.draw(chain, x, tc.at(seed), tc.context())) for chain in (alone, among)
-        )
-        np.testing.assert_array_equal(ours[mine], theirs[mine])
-        assert np.all(np.isfinite(x[np.arange(ours.size), ours]))
-
-
 MANY = 5003  # several blocks of columns with a narrower last one, and more than few candidates
 
 

@@ -83,33 +83,6 @@ def test_dry_agrees_with_the_oracle(kind, seed, multiplier, base, allowed, break
         np.testing.assert_allclose(out[n], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("run", "breaker", "length"),
-    [
-        ([1, 2, 9, 3, 1, 2, 9], -1, 3),
-        ([1, 2, 9, 3, 1, 2, 9], 9, 0),  # no suffix is free of it
-        ([1, 2, 9, 3, 1, 2, 9], 1, 2),
-        ([9, 1, 3, 9, 1], -1, 2),
-        ([9, 1, 3, 9, 1], 9, 1),
-    ],
-)
-def test_the_suffix_that_dry_repeats_contains_no_breaker(run, breaker, length):
-    num = len(run)
-    scene = tf.Context(
-        jnp.tile(jnp.asarray(run, jnp.int32), (3, 1)),
-        jnp.zeros((3, num), jnp.int32),
-        jnp.ones((3, num), bool),
-        jnp.full(3, num),
-    )
-    breakers = jnp.full((3, 2), -1, jnp.int32).at[:, 0].set(breaker)
-    transform = tf.Dry(tc.real(0.5), tc.real(3.0), tc.whole(1), breakers)
-    logits = np.zeros((6, tc.VOCAB), np.float32)
-    out = np.asarray(tc.run(transform, logits, tc.at(index_N=jnp.full(6, num)), scene))
-    expected = np.zeros(tc.VOCAB)
-    expected[3] = -0.5 * 3.0 ** (length - 1) if length else 0.0  # the token after the repetition
-    np.testing.assert_allclose(out, np.tile(expected, (6, 1)), rtol=1e-6)
-
-
 def test_dry_penalty_of_a_very_long_repetition_stays_finite():
     L = 400
     scene = tf.Context(
@@ -150,14 +123,3 @@ def test_a_repetition_penalty_counts_the_prompt_and_all_of_the_text(penalty):
         for token in set(tokens_L.tolist()):
             x_V[token] = x_V[token] / penalty if x_V[token] > 0 else x_V[token] * penalty
     np.testing.assert_allclose(found_BV, expected_BV, rtol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("penalty", [0.7, 1.3])
-def test_a_repetition_penalty_agrees_with_transformers(penalty):
-    torch = pytest.importorskip("torch", reason="torch is an optional extra")
-    hf = pytest.importorskip("transformers", reason="transformers is an optional extra")
-    tokens_BL, logits_BV, found_BV = _whole_row(penalty)
-    processor = hf.RepetitionPenaltyLogitsProcessor(penalty)
-    theirs_BV = processor(torch.tensor(tokens_BL), torch.tensor(logits_BV)).numpy()
-    np.testing.assert_allclose(found_BV, theirs_BV, rtol=1e-6)
