@@ -19,10 +19,13 @@ TEMPLATE = (
 PROMPTS = ("the cat", "a rat sat.", "who", "tell me of the sea, and of a rat")
 
 
-def write(path: Path, kind: str, *, adds_bos: bool, has_bos: bool = True) -> tuple[Any, Any]:
+def write(
+    path: Path, kind: str, *, adds_bos: bool = False, has_bos: bool = True, **changes: Any
+) -> tuple[Any, Any]:
     """Writes a directory and returns the model and the tokenizer of transformers that wrote it.
 
-    Special tokens and unused ids are never the most likely ones.
+    Special tokens and unused ids are never the most likely ones. `changes` are fields of the
+    config, or `generation`, the fields of generation_config.json.
     """
     import torch
     import transformers
@@ -48,14 +51,24 @@ def write(path: Path, kind: str, *, adds_bos: bool, has_bos: bool = True) -> tup
         "bos_token_id": vocab[BOS] if has_bos else None, "eos_token_id": vocab[EOS],
         "pad_token_id": vocab[EOS],
     }  # fmt: skip
+    generation = changes.pop("generation", None)
     config, model = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     }[kind]
+    if kind == "qwen3":
+        known["head_dim"] = 8
     torch.manual_seed(1)
-    made = model(config(**known)).eval()
+    made = model(config(**(known | changes))).eval()
     with torch.no_grad():
-        made.lm_head.weight[len(LETTERS) :] = 0.0
+        for name, value in made.named_parameters():
+            if name.endswith("bias"):
+                value.normal_()
+        if not made.config.tie_word_embeddings:
+            made.lm_head.weight[len(LETTERS) :] = 0.0
+    if generation is not None:
+        made.generation_config = transformers.GenerationConfig(**generation)
     made.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return made, tokenizer

@@ -68,7 +68,7 @@ class Published:
 
 
 def is_published(path: str | os.PathLike[str]) -> bool:
-    """Returns whether `path` is a directory with a config.json, or a GGUF file."""
+    """Whether `path` is a directory with a config.json, or a GGUF file."""
     return is_gguf(path) or (Path(path) / CONFIG).is_file()
 
 
@@ -93,32 +93,35 @@ def read_published(
     """
     directory = Path(path)
     described = _describe(directory, ignore, adds_mask=adds_mask)
-    family, model, tokenizer = described.family, described.config.model, described.tokenizer
-    tensors: Tensors = (
-        opened(directory) if is_gguf(directory) else Shards(directory, family.name_of)
-    )
-    names = TENSORS if is_gguf(directory) else family.tensors
+    family, model = described.family, described.config.model
+    tensors: Tensors
+    if is_gguf(directory):
+        tensors, names = opened(directory), TENSORS
+    else:
+        tensors, names = Shards(directory, family.name_of), family.tensors
     head, table = names["head/kernel"], names["embedding"]
-    shapes = jax.eval_shape(build(model).init, key_of(0))
-    pieces = pieces_of(names, shapes, layers=model.layers)
+
+    def layout(model: ModelConfig) -> tuple[Any, Any]:
+        shapes = jax.eval_shape(build(model).init, key_of(0))
+        return shapes, pieces_of(names, shapes, layers=model.layers)
+
     unused = {head} if model.tied_head else ()
-    check_tensors(tensors, pieces, where=str(directory), unused=unused)
-    whole = _with_mask(model, tokenizer)
+    check_tensors(tensors, layout(model)[1], where=str(directory), unused=unused)
+    whole = _with_mask(model, described.tokenizer)
     if whole != model:
         tensors = _WithMaskRow(tensors, (head, table))
-        shapes = jax.eval_shape(build(whole).init, key_of(0))
-        pieces = pieces_of(names, shapes, layers=model.layers)
+    shapes, pieces = layout(whole)
     params = read_params(
         tensors,
         pieces,
         shapes,
         dtype=None if dtype is None else np.dtype(jnp.dtype(dtype)),
-        place=place or (lambda path, shape: None),
+        place=place,
     )
     is_half = (dtype or tensors.entries[table].dtype.name) == "bfloat16"
     whole = dataclasses.replace(whole, compute_dtype="bfloat16" if is_half else "float32")
     config = dataclasses.replace(described.config, model=whole)
-    chat = read_chat(directory, tokenizer)
+    chat = read_chat(directory, described.tokenizer)
     return dataclasses.replace(described, config=config, params=params, chat=chat)
 
 
@@ -191,19 +194,15 @@ def read_model(
 ) -> tuple[Family, ModelConfig, int, dict[str, Any]]:
     """A directory's family, model config, maximum number of tokens per row, and config fields.
 
-    The fields in `ignore` are not read; a dot names a field of an object, as in
-    ``rope_scaling.factor``. Those of a GGUF file are keys of its metadata, such as
-    ``llama.attention.scale``. Raises ValueError for a name that is not a field.
+    The fields in `ignore` are not read: those of config.json, such as ``rope_scaling.factor``, or
+    keys of the metadata of a GGUF file. Raises ValueError for a name that is not a field.
     """
     where = _config_of(directory)
     said = opened(directory).read_config(ignore) if is_gguf(directory) else read_json(where)
     family = family_of(said, str(where))
     said = family.said(said)
     for name in () if is_gguf(directory) else ignore:
-        rest = _without(said, name)
-        if rest is None:
-            raise SettingError("ignore_config", name, f"is not a field of {where}", "remove it")
-        said = rest
+        said = _without(said, name, where)
     fields = FileFields(said, str(where))
     longest = fields.take(family.max_length, int, 4096)
     try:
@@ -215,13 +214,15 @@ def read_model(
     return family, model, longest, said
 
 
-def _without(said: Mapping[str, Any], path: str) -> dict[str, Any] | None:
-    """The fields without the one at `path`; None if there is no such field."""
-    if path in said:
-        return {name: value for name, value in said.items() if name != path}
+def _without(said: Mapping[str, Any], path: str, where: Path) -> dict[str, Any]:
+    """The fields without the one at `path`, in which a dot names a field of an object."""
     outer, _, inner = path.partition(".")
-    rest = _without(said[outer], inner) if isinstance(said.get(outer), dict) else None
-    return None if rest is None else {**said, outer: rest}
+    if path not in said and isinstance(said.get(outer), dict) and inner in said[outer]:
+        rest = {name: value for name, value in said[outer].items() if name != inner}
+        return {**said, outer: rest}
+    if path not in said:
+        raise SettingError("ignore_config", path, f"is not a field of {where}", "remove it")
+    return {name: value for name, value in said.items() if name != path}
 
 
 def read_tokenizer(
@@ -358,15 +359,13 @@ def restored(saved: Mapping[str, Any], config: Config) -> dict[str, Any]:
     Sampling settings that the config changes take precedence over those of the directory, and these
     over the first preset of the family that can express the trained model.
     """
-    length, plain = max(saved["max_length"], config.data.seq_len), SamplingParams()
+    length, plain, presets = max(saved["max_length"], config.data.seq_len), SamplingParams(), {}
     try:
         family = family_for(dataclasses.replace(config.model, lora_rank=0))
-    except ValueError:
-        presets = {}
-        implied = dataclasses.replace(plain, gen_length=min(128, length), steps=min(128, length))
-    else:
         presets = presets_of(family, config.model)
         implied = implied_sample(family, config.model, length)
+    except ValueError:
+        implied = dataclasses.replace(plain, gen_length=min(128, length), steps=min(128, length))
     changed = {
         name: value for name, value in vars(config.sample).items() if value != getattr(plain, name)
     }
@@ -424,23 +423,23 @@ def write_published(
             "describe; train with data.tokenizer=bpe:N or the path of a tokenizer.json"
         )
     stored = {name: tree for name, tree in params.items() if not name.endswith("_head")}
-    if expressed(layout, config.model).qkv_bias and not config.model.qkv_bias:
-        config = dataclasses.replace(config, model=expressed(layout, config.model))
-        stored = _with_zero_biases(stored)
+    model = expressed(layout, config.model)
+    if model.qkv_bias and not config.model.qkv_bias:
+        config, stored = dataclasses.replace(config, model=model), _with_zero_biases(stored)
     pieces = pieces_of(layout.tensors, stored, layers=config.model.layers)
     files = _config_files(layout, config, tokenizer, more_eos_ids, str(stored["embedding"].dtype))
     if chat is not None:
         files["tokenizer_config.json"]["chat_template"] = chat.source
+    texts = {"tokenizer.json": tokenizer.content} | ({TEMPLATE: chat.source} if chat else {})
+    for name, values in files.items():
+        is_config = name == CONFIG
+        text = json.dumps(values, indent=2, ensure_ascii=is_config, sort_keys=is_config)
+        texts[name] = text + "\n"
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
-        for name, values in files.items():
-            is_config = name == CONFIG
-            text = json.dumps(values, indent=2, ensure_ascii=is_config, sort_keys=is_config)
-            (temporary / name).write_text(text + "\n", encoding="utf-8")
-        (temporary / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
-        if chat is not None:
-            (temporary / TEMPLATE).write_text(chat.source, encoding="utf-8")
+        for name, text in texts.items():
+            (temporary / name).write_text(text, encoding="utf-8")
         write_weights(temporary, stored, pieces, max_shard_bytes)
         os.replace(temporary, target)
     finally:

@@ -19,6 +19,7 @@ import numpy as np
 
 from dlm_jax.config import RopeScaling
 from dlm_jax.data.tokenizers import qwen_split
+from dlm_jax.hf.families import family_of
 from dlm_jax.hf.family import FileFields
 from dlm_jax.hf.tensors import TensorLocation
 from dlm_jax.model.attention import rotary_multipliers
@@ -183,6 +184,7 @@ class GgufFile:
             str(self.path),
             within=f"{name}.",
         )
+        self._fields = arch
         width, heads = arch.take("embedding_length", int), arch.take("attention.head_count", int)
         groups = arch.take("attention.head_count_kv", int, heads)
         size = arch.take("attention.key_length", int, width // max(heads, 1))
@@ -193,42 +195,29 @@ class GgufFile:
         self._halves = {"attn_q": heads, "attn_k": groups} if is_alternating else {}
         longest, theta = arch.take("context_length", int), arch.take("rope.freq_base", float, 1e4)
         scaling = _scaling(arch) or self._llama3(size, theta)
-        is_tied = TENSORS["head/kernel"] not in self.entries
-        depth, inner = arch.take("block_count", int), arch.take("feed_forward_length", int)
-        epsilon = arch.take("attention.layer_norm_rms_epsilon", float)
-        # llama.cpp stores these numbers in float32.
-        epsilon, theta = (float(f"{value:.7g}") for value in (epsilon, theta))
-        self._fields = arch
+        if name == "llada" and (scaling or size * heads != width):
+            raise arch.refuse("rope.scaling", scaling, "is not implemented")
         if TENSORS["embedding"] not in self.entries:
             raise ValueError(f"{self.path} lacks the tensor 'token_embd.weight'; download it again")
-        vocab_size = self.entries["token_embd.weight"].shape[0]
-        config: dict[str, Any] = {"architectures": [architecture], "rope_theta": theta}
-        config |= {"rms_norm_eps": epsilon, "vocab_size": vocab_size} | _special_ids(fields)
-        if name == "llada":
-            if scaling or size * heads != width:
-                raise arch.refuse("rope.scaling", scaling, "is not implemented")
-            return config | {
-                "d_model": width,
-                "n_heads": heads,
-                "n_kv_heads": groups,
-                "n_layers": depth,
-                "mlp_hidden_size": inner,
-                "max_sequence_length": longest,
-                "block_type": "llama",
-                "weight_tying": is_tied,
-                "include_qkv_bias": "blk.0.attn_q.bias" in self.entries,
-            }
-        return config | {
-            "hidden_size": width,
-            "num_attention_heads": heads,
-            "num_key_value_heads": groups,
-            "num_hidden_layers": depth,
-            "intermediate_size": inner,
-            "head_dim": size,
-            "max_position_embeddings": longest,
-            "tie_word_embeddings": is_tied,
-            "rope_scaling": scaling,
+        family = family_of({"architectures": [architecture]}, str(self.path))
+        settings = {
+            "depth": arch.take("block_count", int),
+            "heads": heads,
+            "head_size": size,
+            "kv_heads": groups,
+            "mlp_width": arch.take("feed_forward_length", int),
+            # llama.cpp stores these numbers in float32.
+            "norm_epsilon": _decimal(arch.take("attention.layer_norm_rms_epsilon", float)),
+            "qkv_bias": "blk.0.attn_q.bias" in self.entries,
+            "rope_theta": _decimal(theta),
+            "tied_head": TENSORS["head/kernel"] not in self.entries,
+            "vocab_size": self.entries[TENSORS["embedding"]].shape[0],
+            "width": width,
         }
+        config = {field: settings[setting] for field, (setting, *_) in family.fields.items()}
+        config |= {"architectures": [architecture], "rope_theta": settings["rope_theta"]}
+        config |= {"rope_scaling": scaling} if scaling else {}
+        return config | {family.max_length: longest} | _special_ids(fields)
 
     def _llama3(self, size: int, theta: float) -> dict[str, Any] | None:
         """The scaling of Llama 3.1, of which a file keeps the divisor of each frequency."""
@@ -237,9 +226,8 @@ class GgufFile:
         divisors_K = np.asarray(self._tensors["rope_freqs.weight"].data, np.float64)
         scaling = RopeScaling("llama3", float(divisors_K.max()), 8192.0, low=1.0, high=4.0)
         expected_K = rotary_multipliers(scaling, size, theta)
-        if divisors_K.shape != expected_K.shape or not np.allclose(
-            1 / divisors_K, expected_K, 1e-4
-        ):
+        is_same = divisors_K.shape == expected_K.shape
+        if not is_same or not np.allclose(1 / divisors_K, expected_K, 1e-4):
             raise ValueError(
                 f"{self.path}: the tensor 'rope_freqs.weight' is not the scaling of Llama 3.1, "
                 "which is the only one that is read"
@@ -266,17 +254,20 @@ def opened(path: Path) -> GgufFile:
     return _opened(path, path.stat().st_mtime_ns)
 
 
+def _decimal(value: float) -> float:
+    return float(f"{value:.7g}")
+
+
 def _scaling(fields: FileFields) -> dict[str, Any] | None:
     """The ``rope_scaling`` of config.json for the fields ``rope.scaling``."""
     kind = fields.take("rope.scaling.type", str, "none")
-    names = {
-        "factor": "factor",
-        "original_context_length": "original_max_position_embeddings",
-        "yarn_beta_fast": "beta_fast",
-        "yarn_beta_slow": "beta_slow",
-    }
     numbers = {
-        theirs: fields.take(f"rope.scaling.{name}", float, 0.0) for name, theirs in names.items()
+        "factor": fields.take("rope.scaling.factor", float, 0.0),
+        "original_max_position_embeddings": fields.take(
+            "rope.scaling.original_context_length", float, 0.0
+        ),
+        "beta_fast": fields.take("rope.scaling.yarn_beta_fast", float, 0.0),
+        "beta_slow": fields.take("rope.scaling.yarn_beta_slow", float, 0.0),
     }
     if kind == "none":
         return None

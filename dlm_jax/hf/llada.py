@@ -70,7 +70,7 @@ _LLADA = Family(
         "rope": True,
         "scale_logits": False,
     },
-    checked={"attention_layer_norm_with_affine": True, "multi_query_attention": False},
+    checked={"attention_layer_norm_with_affine": True},
     written={
         "attention_dropout": 0.0,
         "embedding_dropout": 0.0,
@@ -232,11 +232,7 @@ _LLADA2 = Family(
         "use_qkv_bias": False,
         "use_sliding_window": False,
     },
-    checked={
-        "norm_softmax": False,
-        "use_rmsnorm": True,
-        "using_split_qkv_in_self_attention": False,
-    },
+    checked={"use_rmsnorm": True},
     written={"attention_dropout": 0.0, "embedding_dropout": 0.0, "output_dropout": 0.0},
     settings={
         "activation": "swiglu",

@@ -89,12 +89,7 @@ def _read_scaling(fields: FileFields, kind: str, longest: float) -> RopeScaling:
         )
     fields.must(truncate=True)
     factor = fields.take("factor", float, longest / original)
-
-    def scale_of(share: float) -> float:
-        return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    part, whole = (fields.take(name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
-    scale = scale_of(part) / scale_of(whole) if part and whole else scale_of(1.0)
+    scale = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     return RopeScaling(
         kind,
         factor,
@@ -170,8 +165,6 @@ def _family(
         },
         fixed={"hidden_act": "silu", "use_sliding_window": False, **fixed},
         checked={
-            "use_mrope": False,
-            "mlp_bias": False,
             "attention_bias": settings.get("qkv_bias", False),
             "partial_rotary_factor": (1, 1.0),
             **checked,

@@ -161,7 +161,7 @@ def read_params(
     abstract: Params,
     *,
     dtype: np.dtype | None,
-    place: Place,
+    place: Place | None,
 ) -> Params:
     """Loads the parameters in `dtype`, with shardings from `place`. The dtype None is that of a
     parameter's tensors, or float32 if they differ.
@@ -177,7 +177,7 @@ def read_params(
             spans = [at.indices(size) for at, size in zip(index, leaf.shape, strict=True)]
             return _read_shard(tensors, parts, [slice(*span[:2]) for span in spans], kind)
 
-        sharding = place(path, leaf.shape)
+        sharding = None if place is None else place(path, leaf.shape)
         if sharding is None:
             parameter = jax.device_put(shard((slice(None),) * leaf.ndim))
         else:

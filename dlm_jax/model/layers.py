@@ -1,16 +1,18 @@
-"""Basic layers: linear maps and norms."""
+"""Basic layers, and a block of a Transformer: attention, then an MLP."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.distributed.partitions import on_own_share
+from dlm_jax.distributed.partitions import on_own_share, pin
 from dlm_jax.model import ops
 from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.types import LAYERS, Axes, Params
@@ -46,8 +48,8 @@ class Linear(nnx.Module):
         fan_out: int,
         *,
         scale: float,
-        bias: bool,
         rngs: nnx.Rngs,
+        bias: bool = False,
         axes: tuple[str | None, str | None] = (None, None),
         is_matrix: bool = True,
     ):
@@ -80,13 +82,14 @@ class Norm(nnx.Module):
         return (y + jnp.expand_dims(self.bias[...], tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
+def norm_of(config: ModelConfig, size: int = 0) -> Norm:
+    """A norm of vectors of `size` elements, by default of hidden vectors."""
+    return Norm(size or config.width, kind=config.norm, epsilon=config.norm_epsilon)
+
+
 def unit_norm(x: jax.Array, epsilon: float) -> jax.Array:
     """RMSNorm without a scale, computed in float32 and returned in the input's dtype."""
     return ops.rms_norm(x, jnp.ones(x.shape[-1:], jnp.float32), epsilon=epsilon)
-
-
-GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
-"""Activations of the gate in a gated MLP, by the value of ``model.activation``."""
 
 
 def embed(params: Params, ids: jax.Array) -> jax.Array:
@@ -108,6 +111,136 @@ def embed(params: Params, ids: jax.Array) -> jax.Array:
         return vectors
     is_last = ids == params["embedding"].shape[0] - 1
     return vectors + jnp.where(is_last[..., None], adapter["row"], 0).astype(vectors.dtype)
+
+
+def kv_shape(config: ModelConfig, *, is_full: bool) -> tuple[int, int]:
+    """The number of key/value heads of a layer, and their size."""
+    groups, size = config.kv_heads or config.heads, config.size_of_head
+    if not is_full:
+        return groups, size
+    return config.full_kv_heads or groups, config.full_head_size or size
+
+
+class Attention(nnx.Module):
+    """Multi-head attention over the live positions, with RoPE and optional QK-norm."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, is_full: bool = False):
+        groups, self.head_size = kv_shape(config, is_full=is_full)
+        self.scale, self.epsilon = config.attention_scale, config.norm_epsilon
+        self.norms_value = config.value_norm
+        project = functools.partial(
+            Linear,
+            config.width,
+            scale=1.0,
+            bias=config.qkv_bias,
+            rngs=rngs,
+            axes=("embed", "heads"),
+        )
+        inner = config.heads * self.head_size
+        self.query = project(inner)
+        self.key = project(groups * self.head_size)
+        shares_key = is_full and config.full_value_from_key
+        self.value = None if shares_key else project(groups * self.head_size)
+        self.out = Linear(inner, config.width, scale=0.0, rngs=rngs, axes=("heads", "embed"))
+        norm = functools.partial(Norm, self.head_size, kind="rms", epsilon=config.norm_epsilon)
+        self.query_norm = norm() if config.qk_norm else None
+        self.key_norm = norm() if config.qk_norm else None
+
+    def __call__(self, x_BLD: jax.Array, angles: Any, attend: Callable[..., Any]) -> jax.Array:
+        """The outputs of the heads, projected to ``[B, L, D]``.
+
+        `attend` maps the queries, and the keys and values ``[B, L, G, K]``, to ``[B, L, H, K]``.
+        Queries and keys are normalised and rotated by `angles`; keys are cached in this form.
+        """
+
+        def heads(linear: Linear, name: str) -> jax.Array:
+            return ops.split_heads(checkpoint_name(linear(x_BLD), name), self.head_size)
+
+        def rotated(x: jax.Array, norm: Norm | None) -> jax.Array:
+            if norm is None:
+                return ops.rotate_heads(x, *angles)
+            return ops.rotate_heads(x, *angles, scale_K=norm.scale[...], epsilon=norm.epsilon)
+
+        q, k = heads(self.query, "query"), heads(self.key, "key")
+        v = k if self.value is None else heads(self.value, "value")
+        if self.norms_value:
+            v = unit_norm(v, self.epsilon)
+        q, k = rotated(q, self.query_norm), rotated(k, self.key_norm)
+        if self.scale:
+            # The kernels divide by the square root of the head size.
+            q = (q.astype(jnp.float32) * (self.scale * self.head_size**0.5)).astype(q.dtype)
+        y_BLHK = pin(attend(pin(q, "queries"), pin(k, "keys"), pin(v, "keys")), "queries")
+        return self.out(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
+
+
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+"""Activations of the gate in a gated MLP, by the value of ``model.activation``."""
+
+
+class Mlp(nnx.Module):
+    """The position-wise MLP, with squared ReLU (So et al. 2021), GELU, or a gate (Shazeer 2020).
+
+    The inner width is `inner`, by default that of the config.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, inner: int = 0):
+        self.activation, inner = config.activation, inner or config.inner_width
+        into = functools.partial(
+            Linear, config.width, inner, scale=1.0, rngs=rngs, axes=("embed", "mlp")
+        )
+        self.gate = into() if config.is_gated else None
+        self.up = into()
+        self.down = Linear(inner, config.width, scale=0.0, rngs=rngs, axes=("mlp", "embed"))
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        up = checkpoint_name(self.up(x_BLD), "up")
+        if self.gate is not None:
+            gate = checkpoint_name(self.gate(x_BLD), "gate")
+            inner = GATES[self.activation](gate) * up
+        elif self.activation == "gelu":
+            inner = jax.nn.gelu(up)
+        else:
+            inner = jnp.square(jax.nn.relu(up))
+        return self.down(pin(inner, "inner"))
+
+
+class Block(nnx.Module):
+    """A pre-norm block: attention, then the MLP, each added to its input.
+
+    With ``config.post_norms``, the outputs of attention and of the MLP are also normalised. `mlp`
+    makes the MLP.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        is_full: bool = False,
+        mlp: Callable[..., Any] = Mlp,
+    ):
+        self.attention_norm = norm_of(config)
+        self.attention = Attention(config, rngs=rngs, is_full=is_full)
+        self.mlp_norm = norm_of(config)
+        self.mlp = mlp(config, rngs=rngs)
+        self.attention_out_norm = norm_of(config) if config.post_norms else None
+        self.mlp_out_norm = norm_of(config) if config.post_norms else None
+
+    def __call__(self, x_BLD: jax.Array, angles: Any, attend: Callable[..., Any]) -> jax.Array:
+        """Hidden vectors after the block, ``[B, L, D]``; see `Attention.__call__`."""
+        x_BLD = pin(x_BLD, "hidden")
+        y_BLD = self.attention(self.attention_norm(x_BLD), angles, attend)
+        if self.attention_out_norm is not None:
+            y_BLD = self.attention_out_norm(y_BLD)
+        x_BLD = checkpoint_name(x_BLD + y_BLD, "middle")
+        y_BLD = self.update(x_BLD)
+        if self.mlp_out_norm is not None:
+            y_BLD = self.mlp_out_norm(y_BLD)
+        return pin(x_BLD + y_BLD, "hidden")
+
+    def update(self, x_BLD: jax.Array) -> jax.Array:
+        """The output of the MLP, before its norm."""
+        return self.mlp(self.mlp_norm(x_BLD))
 
 
 def rematerialised(

@@ -55,17 +55,14 @@ def with_adapters(key: jax.Array, params: Params, axes: Params, config: ModelCon
     return params | {GROUP: made}
 
 
-def stacks(params: Params) -> list[Params]:
-    """The stacks of blocks, at most three: dense, ordinary and full blocks (`full_every`).
-
-    Each stack includes its adapters, under ``adapters``.
-    """
+def stacks(params: Params) -> dict[str, Params]:
+    """The stacks of blocks in the order of `STACKS`, each with its adapters under ``adapters``."""
     own = params.get(GROUP, {})
-    return [
-        params[name] | ({GROUP: own[name]} if name in own else {})
+    return {
+        name: params[name] | ({GROUP: own[name]} if name in own else {})
         for name in STACKS
         if name in params
-    ]
+    }
 
 
 def applied(block: Params, config: ModelConfig) -> Params:
@@ -95,7 +92,4 @@ def merged(params: Params, config: ModelConfig) -> Params:
         row = params[GROUP][MASK_ROW]["row"]
         table = jnp.asarray(whole["embedding"])
         whole["embedding"] = table.at[-1].add(row.astype(table.dtype))
-    names = [name for name in STACKS if name in params]
-    return whole | {
-        name: applied(blocks, config) for name, blocks in zip(names, stacks(params), strict=True)
-    }
+    return whole | {name: applied(blocks, config) for name, blocks in stacks(params).items()}

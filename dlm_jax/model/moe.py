@@ -8,7 +8,6 @@ tokens of all devices along these axes, and the outputs are summed.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -19,8 +18,7 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import PLACES, fitting
-from dlm_jax.model.block import Block, Mlp
-from dlm_jax.model.layers import GATES, Linear, Norm, parameter, unit_norm
+from dlm_jax.model.layers import GATES, Block, Linear, Mlp, norm_of, parameter, unit_norm
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
 """The kernels of some experts: gate and up ``[E, D, F]``, down ``[E, F, D]``."""
@@ -36,7 +34,7 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = dataclasses.replace(config)
         width, inner, num = config.width, config.expert_width, config.experts
-        self.router = Linear(width, num, scale=1.0, bias=False, rngs=rngs, is_matrix=False)
+        self.router = Linear(width, num, scale=1.0, rngs=rngs, is_matrix=False)
         has_bias = config.router_bias != "none"
         self.router_bias = parameter(jnp.zeros(num, jnp.float32), None) if has_bias else None
 
@@ -75,9 +73,9 @@ class Experts(nnx.Module):
             kernel[...].astype(x_BLD.dtype)
             for kernel in (self.expert_gate, self.expert_up, self.expert_down)
         )
-        lead = x_BLD.shape[:2]
-        arrays = (x_BLD, ids_NK.reshape(*lead, -1), weights_NK.reshape(*lead, -1))
-        y_BLD = over_devices((gate, up, down), arrays, activation=self.config.activation)
+        ids_BLK, weights_BLK = (x.reshape(*x_BLD.shape[:2], -1) for x in (ids_NK, weights_NK))
+        activation = self.config.activation
+        y_BLD = over_devices((gate, up, down), x_BLD, ids_BLK, weights_BLK, activation=activation)
         return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD)
 
 
@@ -98,11 +96,10 @@ class MoeBlock(Block):
         is_beside = config.experts_beside
         mlp: Any = Experts if config.experts and not is_beside and not is_dense else Mlp
         super().__init__(config, rngs=rngs, is_full=is_full, mlp=mlp)
-        norm = functools.partial(Norm, config.width, kind=config.norm, epsilon=config.norm_epsilon)
         self.experts = Experts(config, rngs=rngs) if is_beside else None
-        self.experts_norm = norm() if is_beside else None
-        self.dense_out_norm = norm() if is_beside else None
-        self.experts_out_norm = norm() if is_beside else None
+        self.experts_norm = norm_of(config) if is_beside else None
+        self.dense_out_norm = norm_of(config) if is_beside else None
+        self.experts_out_norm = norm_of(config) if is_beside else None
 
     def update(self, x_BLD: jax.Array) -> jax.Array:
         y_BLD = super().update(x_BLD)
@@ -114,7 +111,12 @@ class MoeBlock(Block):
 
 
 def over_devices(
-    kernels: Kernels, arrays: tuple[jax.Array, jax.Array, jax.Array], *, activation: str = "swiglu"
+    kernels: Kernels,
+    x_BLD: jax.Array,
+    ids_BLK: jax.Array,
+    weights_BLK: jax.Array,
+    *,
+    activation: str,
 ) -> jax.Array:
     """Computes `mixture` for tokens ``[B, L, D]`` that are sharded like hidden vectors.
 
@@ -123,21 +125,22 @@ def over_devices(
     """
     mesh = mesh_in_use()
     if mesh is None:
-        return _of_share(kernels, *arrays, first=None, activation=activation)
-    rows = fitting(PLACES["hidden"], arrays[0].shape[:2], mesh)
+        return mixture(x_BLD, ids_BLK, weights_BLK, kernels, activation=activation)
+    rows = fitting(PLACES["hidden"], x_BLD.shape[:2], mesh)
     inward = fitting(P("expert", None, "tensor"), kernels[0].shape, mesh)
     outward = fitting(P("expert", "tensor", None), kernels[2].shape, mesh)
     splits_experts, splits_inner = inward[0] is not None, inward[2] is not None
     row_axes = (rows[0],) if isinstance(rows[0], str) else rows[0] or ()
     splits_rows = splits_experts and "expert" in row_axes
 
-    def of_share(kernels: Kernels, *own: jax.Array) -> jax.Array:
+    def of_share(kernels: Kernels, *own: Any) -> jax.Array:
         if splits_rows:
             own = tuple(jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in own)
         first = None
         if splits_experts:
             first = jax.lax.axis_index("expert") * kernels[0].shape[0]
-        y_BLD = _of_share(kernels, *own, first=first, activation=activation)
+        x, ids, weights = own
+        y_BLD = mixture(x, ids, weights, kernels, first=first, activation=activation)
         if splits_inner:
             y_BLD = jax.lax.psum(y_BLD, "tensor")
         if splits_rows:
@@ -150,16 +153,7 @@ def over_devices(
         out_specs=rows,
         check_vma=False,
     )
-    return split(kernels, *arrays)
-
-
-def _of_share(
-    kernels: Kernels, *arrays: jax.Array, first: jax.Array | None, activation: str
-) -> jax.Array:
-    x_BLD, *rest = arrays
-    x_ND, ids_NK, weights_NK = (x.reshape(-1, x.shape[-1]) for x in (x_BLD, *rest))
-    y_ND = mixture(x_ND, ids_NK, weights_NK, kernels, first=first, activation=activation)
-    return y_ND.reshape(x_BLD.shape)
+    return split(kernels, x_BLD, ids_BLK, weights_BLK)
 
 
 def route(
@@ -191,30 +185,29 @@ def _within_best_groups(config: ModelConfig, scores_NE: jax.Array) -> jax.Array:
     scores_NGE = scores_NE.reshape(scores_NE.shape[0], config.router_groups, -1)
     best_NG = jnp.sum(jax.lax.top_k(scores_NGE, 2)[0], axis=-1)
     _, kept_NK = jax.lax.top_k(best_NG, config.router_groups_kept)
-    is_kept_NG = jnp.any(
-        kept_NK[:, :, None] == jnp.arange(config.router_groups)[None, None], axis=1
-    )
+    group_11G = jnp.arange(config.router_groups)[None, None]
+    is_kept_NG = jnp.any(kept_NK[:, :, None] == group_11G, axis=1)
     return jnp.where(is_kept_NG[:, :, None], scores_NGE, -jnp.inf).reshape(scores_NE.shape)
 
 
 def mixture(
-    x_ND: jax.Array,
-    ids_NK: jax.Array,
-    weights_NK: jax.Array,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
     kernels: Kernels,
     *,
     first: jax.Array | None = None,
     activation: str = "swiglu",
 ) -> jax.Array:
-    """Weighted sum of the outputs of each token's experts, ``[N, D]`` in `x_ND`'s dtype.
+    """Weighted sum of the outputs of each token's experts, ``[..., D]`` in the dtype of `x`.
 
     Tokens are sorted by expert, so that each of the three projections is one grouped matrix product
     (`jax.lax.ragged_dot`). `first` is the id of the first expert in `kernels`; experts outside
     `kernels` contribute nothing. None means that `kernels` contains all experts. The activation of
     the gate is a key of `GATES`.
     """
+    x_ND, ids_NK, weights_NK = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
     gate_EDF, up_EDF, down_EFD = kernels
-    num_tokens, num_each = ids_NK.shape
     num_experts = gate_EDF.shape[0]
     is_here_NK = None
     if first is not None:
@@ -224,12 +217,11 @@ def mixture(
         ids_NK = jnp.where(is_here_NK, ids_NK, num_experts)
     order_P = jnp.argsort(ids_NK.reshape(-1), stable=True)
     sizes_E = jnp.bincount(ids_NK.reshape(-1), length=num_experts).astype(jnp.int32)
-    x_PD = x_ND[order_P // num_each]
+    x_PD = x_ND[order_P // ids_NK.shape[1]]
     inner_PF = GATES[activation](jax.lax.ragged_dot(x_PD, gate_EDF, sizes_E))
     inner_PF *= jax.lax.ragged_dot(x_PD, up_EDF, sizes_E)
     y_PD = jax.lax.ragged_dot(inner_PF, down_EFD, sizes_E)
-    back_P = jnp.argsort(order_P)
-    y_NKD = y_PD[back_P].reshape(num_tokens, num_each, -1)
+    y_NKD = y_PD[jnp.argsort(order_P)].reshape(*ids_NK.shape, -1)
     if is_here_NK is not None:
         y_NKD = jnp.where(is_here_NK[:, :, None], y_NKD, 0)
-    return jnp.sum(y_NKD * weights_NK[:, :, None], axis=1).astype(x_ND.dtype)
+    return jnp.sum(y_NKD * weights_NK[:, :, None], axis=1).astype(x.dtype).reshape(x.shape)

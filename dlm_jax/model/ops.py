@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from dlm_jax.devices import mesh_in_use, platform
 from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.kernels import cpu
-from dlm_jax.model.kernels.split import grouped, ungrouped, window_by_device
+from dlm_jax.model.kernels.split import grouped, padded, ungrouped, window_by_device
 from dlm_jax.types import live_positions
 
 MaySee = Callable[[Any, Any], Any]
@@ -37,6 +36,8 @@ SAVED = "attention"
 # Below this length, XLA's fusions are as fast as the kernel, which has blocks of at least 128
 # positions.
 _LEAST_FOR_SPLASH = 256
+# Queries whose scores the formula computes at a time.
+_MOST_QUERIES = 1024
 # Shorter rows have few scores.
 _LEAST_FOR_TRITON = 128
 # Triton requires powers of two.
@@ -165,7 +166,7 @@ def attention(
     is_live_BM = jnp.tile(is_live_BL, (1, k_BMGK.shape[1] // num_positions))
     given = (q_BLHK, k_BMGK, v_BMGK, is_live_BM)
     if target == "tpu" and num_positions >= _LEAST_FOR_SPLASH:
-        from dlm_jax.model.kernels.splash import splash_attention
+        from dlm_jax.model.kernels.tpu import splash_attention
 
         # The kernel already names its output; naming it again would store it twice.
         return splash_attention(*given, may_see=may_see, saved=SAVED)
@@ -173,14 +174,17 @@ def attention(
     if is_half_on_gpu and size % 8 == 0 and may_see in (None, causal):
         y_BLHK = cudnn_attention(q_BLHK, k_BMGK, v_BMGK, length_B, may_see is not None)
         return checkpoint_name(y_BLHK, SAVED)
-    mesh = mesh_in_use()
-    is_split = mesh is not None and mesh.shape.get("context", 1) > 1
-    is_long = num_positions >= _LEAST_FOR_TRITON and not is_split
+    is_long = num_positions >= _LEAST_FOR_TRITON and not _splits_positions()
     if is_half_on_gpu and may_see is not None and is_long and size in _TRITON_SIZES:
         from dlm_jax.model.kernels.triton import triton_attention
 
         return triton_attention(*given, may_see=may_see, saved=SAVED)
     return formula_attention(*given, may_see=may_see)
+
+
+def _splits_positions() -> bool:
+    mesh = mesh_in_use()
+    return mesh is not None and mesh.shape.get("context", 1) > 1
 
 
 def cudnn_attention(
@@ -207,17 +211,28 @@ def formula_attention(
     *,
     may_see: MaySee | None,
 ) -> jax.Array:
-    """`attention` without a kernel; `may_see` may also return an array with an axis of rows."""
-    is_seen_BNM = is_live_BM[:, None]
-    if may_see is not None:
-        query_N, key_M = jnp.arange(q_BNHK.shape[1]), jnp.arange(k_BMGK.shape[1])
-        is_seen = may_see(query_N[:, None], key_M[None])
-        is_seen_BNM = is_seen_BNM & (is_seen[None] if is_seen.ndim == 2 else is_seen)
-    if platform() == "cpu":
-        y_BNHK = cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen_BNM)
-    else:
-        y_BNHK = jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=is_seen_BNM[:, None])
-    return checkpoint_name(y_BNHK, SAVED)
+    """`attention` without a kernel; `may_see` may also return an array with an axis of rows.
+
+    The scores of at most `_MOST_QUERIES` positions exist at a time.
+    """
+
+    def attend(q_BNHK: jax.Array, query_N: jax.Array) -> jax.Array:
+        is_seen_BNM = is_live_BM[:, None]
+        if may_see is not None:
+            is_seen = may_see(query_N[:, None], jnp.arange(k_BMGK.shape[1])[None])
+            is_seen_BNM = is_seen_BNM & (is_seen[None] if is_seen.ndim == 2 else is_seen)
+        if platform() == "cpu":
+            return cpu.attention_where(q_BNHK, k_BMGK, v_BMGK, is_seen_BNM)
+        return jax.nn.dot_product_attention(q_BNHK, k_BMGK, v_BMGK, mask=is_seen_BNM[:, None])
+
+    num_queries = q_BNHK.shape[1]
+    if num_queries <= _MOST_QUERIES or _splits_positions():
+        return checkpoint_name(attend(q_BNHK, jnp.arange(num_queries)), SAVED)
+    q_BNHK = padded(q_BNHK, 1, _MOST_QUERIES)
+    blocks = q_BNHK.reshape(q_BNHK.shape[0], -1, _MOST_QUERIES, *q_BNHK.shape[2:]).swapaxes(0, 1)
+    places = jnp.arange(q_BNHK.shape[1]).reshape(-1, _MOST_QUERIES)
+    blocks = jax.lax.map(lambda given: attend(*given), (blocks, places))
+    return checkpoint_name(blocks.swapaxes(0, 1).reshape(q_BNHK.shape)[:, :num_queries], SAVED)
 
 
 def split_heads(x_BLD: jax.Array, head_size: int) -> jax.Array:
@@ -245,12 +260,12 @@ def rotate_heads(
     size, is_half = 2 * cos_LK.shape[-1], x_BLHK.dtype == jnp.bfloat16
     is_whole, is_long = size == x_BLHK.shape[-1], x_BLHK.shape[1] >= _LEAST_FOR_ROTARY
     if platform() == "tpu" and is_half and is_whole and is_long and size % _LANES == 0:
-        from dlm_jax.model.kernels.mosaic import mosaic_rotary
+        from dlm_jax.model.kernels.tpu import mosaic_rotary
 
-        cos_BLK, sin_BLK = (x if x.ndim == 3 else x[None] for x in (cos_LK, sin_LK))
+        angles = (x if x.ndim == 3 else x[None] for x in (cos_LK, sin_LK))
         if scale_K is None:
-            return mosaic_rotary(x_BLHK, jnp.ones(size), cos_BLK, sin_BLK, None)
-        return mosaic_rotary(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon)
+            return mosaic_rotary(x_BLHK, jnp.ones(size), *angles, None)
+        return mosaic_rotary(x_BLHK, scale_K, *angles, epsilon)
     if scale_K is not None:
         x_BLHK = rms_norm(x_BLHK, scale_K, epsilon=epsilon)
     if is_whole:
@@ -280,35 +295,6 @@ def _rotate(x_BLHK: jax.Array, cos_LK: jax.Array, sin_LK: jax.Array) -> jax.Arra
 KeyValue = tuple[jax.Array, jax.Array]
 
 
-@dataclass(frozen=True)
-class CachedLayer:
-    """One layer of a cache of keys and values.
-
-    Attributes:
-      leaves: keys and values of all layers and rows, each ``[R, depth, G, L, K]``.
-      layer: index of the layer.
-      row_N: row of the cache of each row of the window; None means the same rows.
-      num_seen: number of positions, from the first, that the window may attend to.
-    """
-
-    leaves: KeyValue
-    layer: jax.Array
-    row_N: jax.Array | None
-    num_seen: int
-
-    def read(self) -> KeyValue:
-        """The keys and values, each ``[B, G, num_seen, K]``."""
-
-        def of_layer(leaf: jax.Array) -> jax.Array:
-            leaf = jax.lax.dynamic_index_in_dim(as_it_lies(leaf), self.layer, 1, keepdims=False)
-            return as_it_lies(leaf)
-
-        kept = of_layer(self.leaves[0]), of_layer(self.leaves[1])
-        if self.row_N is not None:
-            kept = on_own_rows(rows_of, kept, self.row_N)
-        return kept[0][:, :, : self.num_seen], kept[1][:, :, : self.num_seen]
-
-
 def by_group(x_BLGK: jax.Array) -> jax.Array:
     return x_BLGK.transpose(0, 2, 1, 3)
 
@@ -334,23 +320,39 @@ def as_it_lies(x: jax.Array) -> jax.Array:
 
 def window_attention(
     q_BWHK: jax.Array,
-    kept: KeyValue | CachedLayer,
+    cache: KeyValue,
     own_BGWK: KeyValue,
     seen: tuple[jax.Array, jax.Array],
+    *,
+    layer: jax.Array | None = None,
+    row_B: jax.Array | None = None,
 ) -> jax.Array:
     """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
 
     One softmax is computed over both parts without a concatenation. Products accumulate in float32.
-    For a `CachedLayer` in half precision, GPUs and TPUs use a kernel that reads it in place. Other
-    cached keys and values are ``[B, G, L, K]`` each. `seen` are the biases of `seen_keys`.
+    In half precision, GPUs and TPUs use a kernel that reads the cache in place.
+
+    Args:
+      q_BWHK: queries.
+      cache: cached keys and values, each ``[R, layers, G, L, K]``, or ``[R, G, L, K]`` without
+        `layer`.
+      own_BGWK: new keys and values.
+      seen: the biases of `seen_keys` for the cached keys, of which only the first are read if there
+        are fewer biases, and for the new keys.
+      layer: index of the layer.
+      row_B: row of the cache of each row of the window; None means the same rows.
     """
-    if isinstance(kept, CachedLayer):
-        y_BWHK = _window_by_kernel(q_BWHK, kept, own_BGWK, seen)
+    if layer is not None:
+        y_BWHK = _window_by_kernel(q_BWHK, cache, own_BGWK, seen, layer, row_B)
         if y_BWHK is not None:
             return y_BWHK
-        kept = kept.read()
+        cache = _of_layer(cache[0], layer), _of_layer(cache[1], layer)
+    if row_B is not None:
+        cache = on_own_rows(rows_of, cache, row_B)
+    num_seen = seen[0].shape[-1]
+    old = cache[0][:, :, :num_seen], cache[1][:, :, :num_seen]
     q_BGNK = grouped(q_BWHK, own_BGWK[0].shape[1])
-    pairs = tuple(zip((kept, own_BGWK), seen, strict=True))
+    pairs = tuple(zip((old, own_BGWK), seen, strict=True))
     scores = [_product(q_BGNK, key, 3) + bias for (key, _), bias in pairs]
     top_BGN1 = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s in scores])
     weights = [jnp.exp(s - top_BGN1) for s in scores]
@@ -360,33 +362,43 @@ def window_attention(
     return ungrouped(y_BGNK, q_BWHK)
 
 
+def _of_layer(leaf_RDGLK: jax.Array, layer: jax.Array) -> jax.Array:
+    leaf = jax.lax.dynamic_index_in_dim(as_it_lies(leaf_RDGLK), layer, 1, keepdims=False)
+    return as_it_lies(leaf)
+
+
 def _window_by_kernel(
-    q_BWHK: jax.Array, cache: CachedLayer, own_BGWK: KeyValue, seen: tuple[jax.Array, jax.Array]
+    q_BWHK: jax.Array,
+    cache: KeyValue,
+    own_BGWK: KeyValue,
+    seen: tuple[jax.Array, jax.Array],
+    layer: jax.Array,
+    row_B: jax.Array | None,
 ) -> jax.Array | None:
     """`window_attention` by a kernel, on each device for its own rows and heads; None without."""
-    leaf, target = cache.leaves[0], platform()
+    leaf, num_seen, target = cache[0], seen[0].shape[-1], platform()
     kernel: Callable[..., jax.Array] | None = None
-    if target == "tpu" and leaf.dtype == jnp.bfloat16 and cache.num_seen >= _LANES:
-        from dlm_jax.model.kernels.mosaic import mosaic_window, window_fits
+    if target == "tpu" and leaf.dtype == jnp.bfloat16 and num_seen >= _LANES:
+        from dlm_jax.model.kernels.tpu import mosaic_window, window_fits
 
         kernel = mosaic_window if window_fits(q_BWHK, leaf, own_BGWK[0], seen) else None
     elif target == "gpu" and leaf.dtype in (jnp.bfloat16, jnp.float16):
         from dlm_jax.model.kernels.triton import TILE, triton_window
 
-        fits = cache.num_seen >= TILE and leaf.shape[-1] in _TRITON_SIZES
+        fits = num_seen >= TILE and leaf.shape[-1] in _TRITON_SIZES
         kernel = triton_window if fits else None
     if kernel is None:
         return None
     num_rows = q_BWHK.shape[0]
-    row_B = jnp.arange(num_rows, dtype=jnp.int32) if cache.row_N is None else cache.row_N
+    row_B = jnp.arange(num_rows, dtype=jnp.int32) if row_B is None else row_B
 
     def of_rows(
         q: jax.Array, leaves: KeyValue, own: KeyValue, seen: Any, row: jax.Array, *rest: jax.Array
     ) -> jax.Array:
         return kernel(q, leaves, own, seen, (row % leaves[0].shape[0]).astype(jnp.int32), *rest)
 
-    layer_B = jnp.full(num_rows, cache.layer, jnp.int32)
-    return window_by_device(of_rows, q_BWHK, cache.leaves, own_BGWK, seen, row_B, layer_B)
+    layer_B = jnp.full(num_rows, layer, jnp.int32)
+    return window_by_device(of_rows, q_BWHK, cache, own_BGWK, seen, row_B, layer_B)
 
 
 def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:

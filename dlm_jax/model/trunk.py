@@ -1,28 +1,44 @@
-"""What the architectures share: the parameters, the embedding, the LM head, and stacks of layers.
+"""What the architectures share: the parameters, the embedding, the LM head, stacks of layers, and
+the cache.
 
 Flax NNX declares and initialises the parameters; it is not used outside `model/`. Parameters are a
 plain nested dict of float32 arrays. The layers of a stack have a leading axis and run in one loop,
 which compiles one layer.
+
+The cache has one leaf for the keys and one for the values of each stack, ``[B, layers, G, L, K]``
+in the compute dtype. The products of attention read this layout in place. Without a layout
+constraint, the TPU compiler would transpose the whole cache at every step. If the layers are
+unrolled, each layer has its own leaves, ``[B, G, L K]``, which the CPU compiler does not transpose.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from dlm_jax.config import ModelConfig
+from dlm_jax.devices import is_concrete, is_on_one_cpu
 from dlm_jax.heads import HEADS
 from dlm_jax.model import ops
 from dlm_jax.model.attention import rotary_angles
-from dlm_jax.model.block import Block
-from dlm_jax.model.layers import Linear, Norm, declared, embed, parameter, rematerialised
-from dlm_jax.model.lora import GROUP, STACKS, applied, stacks, with_adapters
+from dlm_jax.model.layers import (
+    Linear,
+    declared,
+    embed,
+    kv_shape,
+    norm_of,
+    parameter,
+    rematerialised,
+)
+from dlm_jax.model.lora import GROUP, applied, stacks, with_adapters
+from dlm_jax.model.ops import KeyValue, by_group
 from dlm_jax.randomness import key_of
 from dlm_jax.types import Axes, Network, Params
 
@@ -43,15 +59,12 @@ class Trunk:
         """The module of the top-level parameters `name`; for a stack of layers, one block."""
         config = self.config
         if name == "norm":
-            return Norm(config.width, kind=config.norm, epsilon=config.norm_epsilon)
+            return norm_of(config)
         if name == "head":
-            size = config.width, config.vocab_size
-            return Linear(
-                *size, scale=0.02, bias=False, rngs=rngs, axes=("embed", "vocab"), is_matrix=False
-            )
-        linear = functools.partial(Linear, bias=False, rngs=rngs)
-        norm = functools.partial(Norm, kind=config.norm, epsilon=config.norm_epsilon)
-        return nnx.Dict(HEADS[name.removesuffix("_head")].layers(config, linear, norm))
+            size, axes = (config.width, config.vocab_size), ("embed", "vocab")
+            return Linear(*size, scale=0.02, rngs=rngs, axes=axes, is_matrix=False)
+        head, linear = HEADS[name.removesuffix("_head")], functools.partial(Linear, rngs=rngs)
+        return nnx.Dict(head.layers(config, linear, functools.partial(norm_of, config)))
 
     def module(self, name: str, params: Params) -> Any:
         """The module `name` with these parameters."""
@@ -70,9 +83,8 @@ class Trunk:
         return {name: tree for name, tree in known.items() if name in params}
 
     def layers(self, params: Params) -> list[Layers]:
-        """The stacks of layers, in the order of `STACKS`, with their adapters."""
-        names = [name for name in STACKS if name in params]
-        return [Layers(self, name, tree) for name, tree in zip(names, stacks(params), strict=True)]
+        """The stacks of layers, in order, with their adapters."""
+        return [Layers(self, name, tree) for name, tree in stacks(params).items()]
 
     def embed(self, params: Params, ids: jax.Array) -> jax.Array:
         """The input vectors of the first block, in the compute dtype."""
@@ -86,10 +98,12 @@ class Trunk:
         """The final norm."""
         return self.module("norm", params["norm"])(x_BLD)
 
-    def angles(self, num_positions: int) -> Angles:
+    def angles(self, num_positions: int) -> dict[str, Angles]:
+        """The rotary angles of each stack of layers."""
         config = self.config
         size, theta = config.rotary_size, config.rope_theta
-        return rotary_angles(num_positions, size, theta, config.rope_scaling)
+        angles = rotary_angles(num_positions, size, theta, config.rope_scaling)
+        return {name: angles for name, layers in config.layers.items() if layers}
 
     def capped(self, logits: jax.Array) -> jax.Array:
         """Float32 logits, limited to ``model.logit_cap``."""
@@ -121,6 +135,125 @@ class Trunk:
             **functions,
         )
 
+    @property
+    def is_unrolled(self) -> bool:
+        """Whether the layers are unrolled in the functions with a cache."""
+        return False
+
+    def init_cache(self, params: Params, num_rows: int, num_positions: int) -> Any:
+        """`CachedTrunk.init`."""
+        del params
+        cache, dtype = [], jnp.dtype(self.config.compute_dtype)
+        for name, layers in self.config.layers.items():
+            groups, size = kv_shape(self.config, is_full=name == "full_blocks")
+            shape, number = (num_rows, len(layers), groups, num_positions, size), bool(layers)
+            if self.is_unrolled:
+                shape, number = (num_rows, groups, num_positions * size), len(layers)
+            cache += [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(number)]
+        return tuple(cache)
+
+    def store(self, cache: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
+        """`CachedTrunk.store`."""
+        axis, unit = (2, self.config.size_of_head) if self.is_unrolled else (3, 1)
+        return jax.tree.map(ops.write_rows(axis, row_N, place_N * unit), cache, piece)
+
+    def ready(self, params: Params) -> Params:
+        """`CachedTrunk.ready`: the parameters of each layer, if the layers are unrolled."""
+        if not self.is_unrolled or "layers" in params:
+            return params
+        layers = tuple(one for layers in self.layers(params) for one in layers.apart())
+        if not all(map(is_concrete, jax.tree.leaves(layers))):
+            # The barrier ensures that the layers are sliced once, not at every step.
+            layers = jax.lax.optimization_barrier(layers)
+        return params | {"layers": layers}
+
+    def run_layers(
+        self,
+        params: Params,
+        x: jax.Array,
+        angles: Mapping[str, Angles],
+        attend: Callable[..., tuple[jax.Array, jax.Array, jax.Array]],
+        cache: Any = None,
+        *context: Any,
+    ) -> tuple[jax.Array, Any]:
+        """The hidden vectors after all layers and the final norm, and the update of the cache.
+
+        ``attend(name, old, q, k, v)`` returns the output of attention and the keys and values to
+        cache, for a layer of the stack `name`. ``old`` is the cache of the layer: keys, values, and
+        the index of the layer if they are those of all layers of the stack. Blocks also get
+        `context`.
+        """
+        stacks, num_groups = self.layers(params), len(self.config.layers["full_blocks"]) or 1
+
+        def run(layers: Layers, x: jax.Array, one: Params, old: Any) -> tuple[jax.Array, KeyValue]:
+            new: list[Any] = []
+
+            def attend_here(*qkv: jax.Array) -> jax.Array:
+                y, *pair = attend(layers.name, old, *qkv)
+                pair = [by_group(leaf) for leaf in pair]
+                if self.is_unrolled:
+                    pair = [leaf.reshape(*leaf.shape[:2], -1) for leaf in pair]
+                new.append(tuple(pair))
+                return y
+
+            return layers.block(one)(x, angles[layers.name], attend_here, *context), new[0]
+
+        if self.is_unrolled:
+            flat, pieces = self.ready(params)["layers"], []
+            for layers in stacks:
+                # The layers of a stack share one trace. The compiler inlines its calls.
+                traced = jax.jit(functools.partial(run, layers))
+                for _ in range(len(layers)):
+                    old = None if cache is None else cache[len(pieces)]
+                    x, piece = traced(x, flat[len(pieces)], old)
+                    pieces.append(piece)
+            return self.norm(params, x), tuple(pieces)
+
+        def run_group(x: jax.Array, given: Any) -> tuple[jax.Array, Any]:
+            parts, number = given
+            pieces = []
+            for at, layers in enumerate(stacks):
+
+                def one(x: jax.Array, given: Any, at: int = at) -> tuple[jax.Array, KeyValue]:
+                    params, index = given
+                    return run(
+                        stacks[at], x, params, None if cache is None else (*cache[at], index)
+                    )
+
+                numbers = jnp.arange(len(layers) // num_groups)
+                numbers += number * numbers.size
+                x, piece = jax.lax.scan(one, x, (parts[at], numbers))
+                pieces.append(piece)
+            return x, tuple(pieces)
+
+        with jax.named_scope("layers"):
+            parts = [layers.params for layers in stacks]
+            if num_groups == 1:
+                x, pieces = run_group(x, (parts, 0))
+            else:
+                parts = in_groups(parts, num_groups)
+                x, pieces = jax.lax.scan(run_group, x, (parts, jnp.arange(num_groups)))
+                pieces = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pieces)
+        pieces = jax.tree.map(lambda leaf: ops.as_it_lies(jnp.moveaxis(leaf, 0, 1)), pieces)
+        return self.norm(params, x), pieces
+
+    def attend_beside(self, row_N: jax.Array | None, seen: Mapping[str, Any]) -> Callable[..., Any]:
+        """`run_layers`' ``attend`` of a window beside the rows `row_N` of a cache.
+
+        `seen` has the biases of `seen_keys` for each stack of layers.
+        """
+
+        def attend(name: str, old: Any, *qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            q, k, v = qkv
+            *leaves, layer = old if len(old) == 3 else (*old, None)
+            if layer is None:
+                leaves = [x.reshape(*x.shape[:2], -1, k.shape[-1]) for x in leaves]
+            own = by_group(k), by_group(v)
+            y = ops.window_attention(q, tuple(leaves), own, seen[name], layer=layer, row_B=row_N)
+            return y, k, v
+
+        return attend
+
 
 @dataclass(frozen=True)
 class Layers:
@@ -133,16 +266,12 @@ class Layers:
     def __len__(self) -> int:
         return jax.tree.leaves(self.params)[0].shape[0]
 
-    def __iter__(self) -> Iterator[Block]:
-        for at in range(len(self)):
-            yield self.block(jax.tree.map(lambda leaf, at=at: leaf[at], self.params))
-
     def block(self, params: Params) -> Any:
         """The block with the parameters of one layer."""
         return self.trunk.module(self.name, applied(params, self.trunk.config))
 
     def scan(self, run: Callable[..., jax.Array], x: jax.Array, *context: Any) -> jax.Array:
-        """``for block in self: x = run(block, x, *context)`` in one loop, rematerialised by
+        """``for block in blocks: x = run(block, x, *context)`` in one loop, rematerialised by
         ``model.remat``. `run` must not close over traced arrays.
         """
 
@@ -151,6 +280,26 @@ class Layers:
 
         layer = rematerialised(layer, self.trunk.config)
         return ops.scan_layers(layer, x, self.params, context)
+
+    def apart(self) -> list[Params]:
+        """The parameters of each layer.
+
+        Arrays on one CPU device are not copied: the layers are views of their memory.
+        """
+
+        def slices(leaf: jax.Array) -> list[jax.Array]:
+            if not is_on_one_cpu(leaf):
+                return [leaf[at] for at in range(len(self))]
+            stacked, place = np.asarray(leaf), leaf.sharding if leaf.committed else None
+            return [jax.device_put(one, place) for one in stacked]
+
+        leaves, tree = jax.tree.flatten(self.params)
+        return [jax.tree.unflatten(tree, layer) for layer in zip(*map(slices, leaves), strict=True)]
+
+
+def in_groups(parts: Any, num_groups: int) -> Any:
+    """The parameters of stacks, with the groups of layers as a further first axis."""
+    return jax.tree.map(lambda x: x.reshape(num_groups, -1, *x.shape[1:]), parts)
 
 
 class _Parameters(nnx.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 
 import numpy as np
@@ -12,12 +11,10 @@ import pytest
 import tokenizers
 
 import dlm_jax
-import dlm_jax.config as configs
-from dlm_jax.cli import evaluation, exporter, sample
-from dlm_jax.data import load_corpus, validation_windows
+from dlm_jax.cli import sample
+from dlm_jax.data import load_corpus
 from dlm_jax.hf import ChatTemplate
 from dlm_jax.inference.request import make_requests
-from dlm_jax.training.trainer import prepare
 
 BPE = cases.bpe_tokenizer()
 TALK = [
@@ -227,41 +224,6 @@ def test_eos_is_written_once_if_the_turn_ends_with_it(directory, tmp_path):
     assert rows["tokens"][0, first:last].tolist() == [*BPE.encode("yes."), BPE.eos_id]
 
 
-def _flags(directory, out, **changes):
-    return configs.load(None, {
-        "train.init_from": str(directory / "model"), "train.out_dir": str(out),
-        "data.source": str(directory / "talks.jsonl"), "data.layout": "documents",
-        "data.cache_dir": str(out.parent / "cache"), "data.seq_len": "96", "data.held_out": "0.2",
-        "train.steps": "1", "train.batch_size": "8", "train.eval_every": "0",
-        "optim.warmup_steps": "0", "optim.name": "adamw",
-    } | changes)  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_trained_model_chats_with_the_template_that_it_was_trained_with(directory, tmp_path):
-    dlm_jax.train(_flags(directory, tmp_path / "run"))
-    source = cases.CHATS["chatml"]
-    trained = dlm_jax.load(tmp_path / "run")
-    assert trained.chat is not None and trained.chat.source == source
-    out = tmp_path / "m.safetensors"
-    assert exporter.main(["--checkpoint", str(tmp_path / "run"), "--out", str(out)]) == 0
-    for again in (out, dlm_jax.export(trained, tmp_path / "hub") and tmp_path / "hub"):
-        chat = dlm_jax.load(again).chat
-        assert chat is not None and chat.source == source
-    args = argparse.Namespace(held_out=None, checkpoint=str(tmp_path / "run"))
-    corpus, rows = evaluation._held_out_rows(trained, args)
-    expected = validation_windows(corpus.val_rows, seq_len=96, pad_id=BPE.pad_id)
-    np.testing.assert_array_equal(rows["tokens"], expected["tokens"])
-    # A run that begins with this run has the same template.
-    config = _flags(
-        directory, tmp_path / "next",
-        **{"train.init_from": str(tmp_path / "run"), "data.tokenizer": "init"},
-    )  # fmt: skip
-    config = dataclasses.replace(config, model=trained.config.model)
-    run = prepare(config, report=lambda line: None)
-    assert run.meta["chat_template"] == source
-
-
 def test_conversations_need_a_template_and_rows_of_documents(tmp_path):
     path = tmp_path / "f.jsonl"
     path.write_text(f"{json.dumps({'messages': TALK})}\n" * 3)
@@ -277,17 +239,3 @@ def test_conversations_need_a_template_and_rows_of_documents(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"f.jsonl line 1: {reason}"):
             load_corpus(str(path), layout="documents", chat=ChatTemplate(source, BPE), **options)
-
-
-def test_another_template_makes_other_files(tmp_path):
-    path = tmp_path / "f.jsonl"
-    path.write_text(f"{json.dumps({'messages': TALK})}\n" * 3)
-    sources = [cases.CHATS["chatml"], cases.CHATS["llama3"]]
-    first, second = (
-        load_corpus(
-            str(path), tokenizer=BPE, seq_len=96, layout="documents", cache_dir=tmp_path,
-            chat=ChatTemplate(source, BPE),
-        )
-        for source in sources
-    )  # fmt: skip
-    assert _rows(first)["tokens"][0].tolist() != _rows(second)["tokens"][0].tolist()

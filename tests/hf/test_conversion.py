@@ -1,19 +1,18 @@
 """Causal models of transformers, converted: what they gain, what they keep, and the way back.
 
 References are transformers' own calls: ``apply_chat_template``, its tokenizers, and the logits of
-its classes, with the attention mask of a family where the family has no class there.
+its classes; for a family without a class there, the formulas.
 """
 
 import dataclasses
-import functools
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+import transformers_cases as cases
+from oracles.published import Oracle
 
 import dlm_jax
 import dlm_jax.config as configs
@@ -22,76 +21,27 @@ from dlm_jax.config import SamplingParams
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.likelihood import causal_nll
 from dlm_jax.objectives.objective import Batch
-from dlm_jax.store import load_meta
 from dlm_jax.training.trainer import prepare, run_loop
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz .,?"
-SPECIALS = ("<s>", "</s>", "<|end|>")
-FULL = len(LETTERS) + len(SPECIALS)
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant {% endif %}"
-)
+FULL = len(cases.LETTERS) + len(cases.SPECIALS)
 CHAT = [{"role": "user", "content": "who is it?"}]
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 LENGTH = 48
-GENERATION = {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
-KINDS = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 8}),
-}
-
-
-@functools.cache
-def _tokenizer():
-    vocab = {token: id_ for id_, token in enumerate((*LETTERS, *SPECIALS))}
-    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="."))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.decoder = decoders.Fuse()
-    made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>",
-        additional_special_tokens=["<|end|>"],
-    )  # fmt: skip
-    made.chat_template = TEMPLATE
-    return made
+KINDS = ("llama", "qwen2", "qwen3")
 
 
 def _write(path, kind, *, vocab_size=FULL, is_tied=False):
-    config, model, more = KINDS[kind]
-    tokenizer = _tokenizer()
-    torch.manual_seed(1)
-    made = getattr(transformers, model)(
-        getattr(transformers, config)(
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=LENGTH,
-            vocab_size=vocab_size,
-            initializer_range=0.3,
-            tie_word_embeddings=is_tied,
-            bos_token_id=FULL - 3,
-            eos_token_id=FULL - 2,
-            pad_token_id=FULL - 2,
-            **more,
-        )  # fmt: skip
-    )
-    if kind == "qwen2":
-        with torch.no_grad():
-            for name, bias in made.named_parameters():
-                if name.endswith("bias"):
-                    bias.normal_()
-    made.generation_config = transformers.GenerationConfig(
-        bos_token_id=FULL - 3, eos_token_id=[FULL - 2, FULL - 1], **GENERATION
-    )
-    made.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return made.eval()
+    generation = {
+        "bos_token_id": FULL - 3, "eos_token_id": [FULL - 2, FULL - 1], "do_sample": True,
+        "temperature": 0.5, "top_p": 0.9,
+    }  # fmt: skip
+    shape = {"vocab_size": vocab_size, "tie_word_embeddings": is_tied}
+    return cases.write(
+        path, kind, **shape, max_position_embeddings=LENGTH, generation=generation
+    )  # fmt: skip
 
 
 def _asked(folder, source, **changes):
@@ -118,7 +68,7 @@ def _logits(model, ids):
     [(False, {}), (True, {"mesh__fsdp": 4})],
 )
 def test_a_full_vocabulary_gains_a_mask_with_the_mean_of_the_rows(tmp_path, is_tied, changes):
-    theirs, lines = _write(tmp_path / "model", "llama", is_tied=is_tied), []
+    theirs, lines = _write(tmp_path / "model", "llama", is_tied=is_tied)[0], []
     run = prepare(_asked(tmp_path, tmp_path / "model", **changes), report=lines.append)
     run.checkpoints.close()
     assert run.config.model.vocab_size == FULL + 1
@@ -149,12 +99,6 @@ def test_a_run_ignores_the_fields_that_it_is_told_to(tmp_path):
     again = prepare(asked, report=lambda line: None)
     again.checkpoints.close()
     assert int(again.state.step) == 1
-    for source, told in (("shakespeare", "has no effect, because"), ("", "init_from, which is")):
-        with pytest.raises(ValueError, match=rf"train\.ignore_config.*{told}"):
-            prepare(
-                _asked(tmp_path, source, train__ignore_config="a", train__out_dir=tmp_path / "b"),
-                report=lambda line: None,
-            )
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +147,8 @@ def test_a_converted_model_keeps_chat_ends_settings_and_canvas(converted, tmp_pa
         assert exporter.main(["--checkpoint", str(path), "--out", out]) == 0
         path = out
     model = dlm_jax.load(path)
-    asked = _tokenizer().apply_chat_template(CHAT, add_generation_prompt=True)
+    theirs = transformers.AutoTokenizer.from_pretrained(converted / "moved")
+    asked = theirs.apply_chat_template(CHAT, add_generation_prompt=True)
     asked = asked if isinstance(asked, list) else asked["input_ids"]
     assert model.chat.ids(CHAT).tolist() == asked
     assert model.eos_ids == (FULL - 2, FULL - 1)
@@ -212,59 +157,20 @@ def test_a_converted_model_keeps_chat_ends_settings_and_canvas(converted, tmp_pa
     assert "fast_dllm" in model.presets and model.sample.order == "threshold"
 
 
-def test_a_run_that_begins_with_a_converted_one_keeps_the_same(converted, tmp_path):
-    shape = {
-        "attention_type": "block_causal", "block_length": 8, "logit_alignment": "shifted",
-        "depth": 2, "width": 24, "heads": 4, "kv_heads": 2, "mlp_width": 40, "qk_norm": False,
-        "activation": "swiglu", "tied_head": False, "norm_epsilon": 1e-6,
-    }  # fmt: skip
-    changes = {f"model__{name}": value for name, value in shape.items()}
-    asked = _asked(tmp_path, converted / "run", data__tokenizer="init", **changes)
-    run = prepare(asked, report=lambda line: None)
-    run.checkpoints.close()
-    theirs = load_meta(converted / "run")
-    for name in ("chat_template", "published"):
-        assert run.meta[name] == theirs[name]
-
-
-def _mask_of(length, block):
-    """Full attention, or attention to the own and earlier blocks, as an additive mask."""
-    number = torch.arange(length) // (block or length)
-    sees = number[:, None] >= number[None]
-    return torch.where(sees, 0.0, torch.finfo(torch.float32).min)[None, None]
-
-
-def _names_of_llada(name):
-    """The name in Llama of a tensor of LLaDA."""
-    for ours, theirs in (
-        ("model.transformer.wte.", "model.embed_tokens."),
-        ("model.transformer.ln_f.", "model.norm."), ("model.transformer.ff_out.", "lm_head."),
-        ("model.transformer.blocks.", "model.layers."),
-        (".attn_norm.", ".input_layernorm."), (".ff_norm.", ".post_attention_layernorm."),
-        (".attn_out.", ".self_attn.o_proj."), (".ff_proj.", ".mlp.gate_proj."),
-        (".up_proj.", ".mlp.up_proj."), (".ff_out.", ".mlp.down_proj."),
-        (".q_proj.", ".self_attn.q_proj."), (".k_proj.", ".self_attn.k_proj."),
-        (".v_proj.", ".self_attn.v_proj."),
-    ):  # fmt: skip
-        name = name.replace(ours, theirs)
-    return name
-
-
 WAYS = {
-    # source: (attention, alignment, block) -> family, and the class of transformers with its blocks
-    "llama-whole": ("llama", "bidirectional", "same", 0, "llada", "llama"),
-    "llama-whole-shifted": ("llama", "bidirectional", "shifted", 0, "dream", "qwen2"),
-    "llama-blocks-shifted": ("llama", "block_causal", "shifted", 4, "fast_dllm", "qwen2"),
-    "qwen2-whole": ("qwen2", "bidirectional", "same", 0, "llada", "qwen2"),
-    "qwen2-whole-shifted": ("qwen2", "bidirectional", "shifted", 0, "dream", "qwen2"),
-    "qwen2-blocks-shifted": ("qwen2", "block_causal", "shifted", 4, "fast_dllm", "qwen2"),
-    "qwen3-blocks": ("qwen3", "block_causal", "same", 4, "sdar", "qwen3"),
+    # source: (attention, alignment, block) -> family
+    "llama-whole": ("llama", "bidirectional", "same", 0, "llada"),
+    "llama-whole-shifted": ("llama", "bidirectional", "shifted", 0, "dream"),
+    "llama-blocks-shifted": ("llama", "block_causal", "shifted", 4, "fast_dllm"),
+    "qwen2-whole": ("qwen2", "bidirectional", "same", 0, "llada"),
+    "qwen2-whole-shifted": ("qwen2", "bidirectional", "shifted", 0, "dream"),
+    "qwen3-blocks": ("qwen3", "block_causal", "same", 4, "sdar"),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_converted_model_is_exported_as_a_family_with_its_formula(tmp_path, way):
-    source, attention, alignment, block, family, kind = WAYS[way]
+    source, attention, alignment, block, family = WAYS[way]
     _write(tmp_path / "model", source, vocab_size=FULL + 1, is_tied=way == "llama-whole-shifted")
     causal = dlm_jax.load(tmp_path / "model")
     shape = dataclasses.replace(
@@ -283,45 +189,18 @@ def test_a_converted_model_is_exported_as_a_family_with_its_formula(tmp_path, wa
     ids = np.random.default_rng(0).integers(0, FULL + 1, (2, 12))
     ours = _logits(model, ids)
     np.testing.assert_allclose(_logits(again, ids), ours, rtol=1e-4, atol=1e-4)
-    theirs = _reference(out, kind, ids, block)
+    said = json.loads((out / "config.json").read_text())
+    oracle = Oracle(said, safetensors.numpy.load_file(out / "model.safetensors"))
+    number = np.arange(ids.shape[1]) // (block or ids.shape[1])
+    theirs = np.stack([oracle.logits(row, may_see=number[:, None] >= number) for row in ids])
     if alignment == "shifted":
         ours, theirs = ours[:, 1:], theirs[:, :-1]
     np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-def _reference(out, kind, ids, block):
-    """Logits of the directory's tensors in the class of transformers with the same blocks."""
-    said = json.loads((out / "config.json").read_text())
-    tensors = safetensors.numpy.load_file(out / "model.safetensors")
-    is_llada = said["model_type"] == "llada"
-    if is_llada:
-        tensors = {_names_of_llada(name): value for name, value in tensors.items()}
-        said |= {"hidden_size": said["d_model"], "intermediate_size": said["mlp_hidden_size"],
-                 "num_hidden_layers": said["n_layers"], "num_attention_heads": said["n_heads"],
-                 "num_key_value_heads": said["n_kv_heads"],
-                 "tie_word_embeddings": said["weight_tying"]}  # fmt: skip
-    config, name, _ = KINDS[kind]
-    fields = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-              "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "vocab_size",
-              "tie_word_embeddings")  # fmt: skip
-    given = {field: said[field] for field in fields if field in said}
-    model = getattr(transformers, name)(
-        getattr(transformers, config)(**given, attn_implementation="eager")
-    ).eval()
-    found = model.load_state_dict(
-        {name: torch.from_numpy(value) for name, value in tensors.items()}, strict=False
-    )
-    assert not found.unexpected_keys
-    assert set(found.missing_keys) <= ({"lm_head.weight"} if said["tie_word_embeddings"] else set())
-    model.tie_weights()
-    with torch.no_grad():
-        mask = _mask_of(ids.shape[1], block).expand(ids.shape[0], -1, -1, -1)
-        return model(torch.from_numpy(ids), attention_mask=mask).logits.numpy()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_causal_model_is_exported_as_a_directory_that_transformers_loads(tmp_path, kind):
-    theirs = _write(tmp_path / "model", kind, vocab_size=FULL + 1)
+    theirs, _ = _write(tmp_path / "model", kind, vocab_size=FULL + 1)
     dlm_jax.export(dlm_jax.load(tmp_path / "model"), tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, FULL, (2, 12)))
@@ -339,8 +218,8 @@ def _nats_of_theirs(theirs, ids):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_a_causal_run_its_checkpoint_and_its_export_agree_with_transformers(tmp_path, kind):
-    theirs = _write(tmp_path / "model", kind, vocab_size=FULL + 1)
-    ids = _tokenizer()("the dog and the fox").input_ids
+    theirs, tokenizer = _write(tmp_path / "model", kind, vocab_size=FULL + 1)
+    ids = tokenizer("the dog and the fox").input_ids
 
     def nats_of(network, params, mask_id):
         batch = Batch(jnp.array([ids]), jnp.array([len(ids)]), jnp.array([1]))

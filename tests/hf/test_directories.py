@@ -67,7 +67,6 @@ SCALINGS = {
     "yarn": ("yarn", YARN),
     "yarn with its turns": ("yarn", YARN | {"beta_fast": 3.0, "beta_slow": 0.5}),
     "yarn with a factor of attention": ("yarn", YARN | {"attention_factor": 0.7}),
-    "yarn with mscale": ("yarn", YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}),
     "yarn without its original length": ("yarn", {"factor": 4.0}),
 }
 
@@ -90,36 +89,6 @@ def test_scaled_rotations_are_those_of_transformers(what, spelling, tmp_path):
     assert again.config.model == model.config.model
     theirs = type(theirs).from_pretrained(tmp_path / "out")
     _near_theirs(again, theirs)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("ntk:factor=2", "is not a scaling"),
-        ("linear:factor=0", "is not a scaling"),
-        ("llama3:factor=2,original=8,low=4,high=4", "low < high"),
-        ("linear:factor=2,low=1", "is not a scaling"),
-    ],
-)
-def test_a_scaling_that_is_none_is_refused_by_name(text, told):
-    with pytest.raises(SettingError, match="model.rope_scaling") as refusal:
-        ModelConfig(rope_scaling=text)
-    assert told in str(refusal.value)
-
-
-OF_OTHERS = {
-    "is_llama_config": True, "rope_interleaved": False, "unsloth_fixed": True,
-    "unsloth_version": "2024.9", "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
-    "_attn_implementation_autoset": True, "do_sample": True, "temperature": 0.6,
-    "tokenizer_class": "LlamaTokenizer", "task_specific_params": {"a": 1},
-}  # fmt: skip
-
-
-def test_fields_that_name_no_computation_are_ignored(tmp_path):
-    directory = cases.write(tmp_path / "m", "qwen2")
-    plain = read_shape(directory)
-    cases.edit(directory / "config.json", **OF_OTHERS)
-    assert read_shape(directory) == plain
 
 
 OF_NUMBERS = {
@@ -148,14 +117,6 @@ def test_a_name_to_ignore_that_is_no_field_is_refused(tmp_path):
         dlm_jax.load(directory, ignore_config=["logit_scale"])
     with pytest.raises(SettingError, match="ignore_config"):
         dlm_jax.load("shakespeare", ignore_config=["logit_scale"])
-
-
-def test_a_byte_order_mark_before_a_file_changes_nothing(tmp_path):
-    plain, marked = (cases.write(tmp_path / name, "qwen2", num_shards=2) for name in "ab")
-    for file in [*marked.glob("*.json"), *marked.glob("*.jinja")]:
-        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
-    one, other = dlm_jax.load(plain), dlm_jax.load(marked)
-    assert other.config == one.config and other.tokenizer == one.tokenizer
 
 
 def test_an_id_of_minus_one_is_no_token(tmp_path):

@@ -11,19 +11,8 @@ import numpy as np
 import published_cases as cases
 import pytest
 import safetensors.numpy
-import tiny_run
 
 import dlm_jax
-import dlm_jax.config as configs
-from dlm_jax.config import ModelConfig
-from dlm_jax.hf.families import family_for
-from dlm_jax.inference.request import make_requests
-from dlm_jax.inference.slots import Bucket
-from dlm_jax.model.transformer import build
-from dlm_jax.randomness import key_of
-from dlm_jax.sampling.loop import start
-from dlm_jax.sampling.state import step_chain
-from dlm_jax.training.trainer import prepare, run_loop
 
 transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
 torch = pytest.importorskip("torch", reason="torch is in an optional extra")
@@ -263,48 +252,6 @@ def test_a_row_does_not_depend_on_its_neighbours_and_nothing_compiles_again(both
     assert [few[0], few[2]] == [wanted[2], wanted[0]] and not again.programs
 
 
-@pytest.mark.slow
-def test_the_cache_changes_the_time_and_not_the_text(both, drawn):
-    rows, wanted, with_cache = drawn
-    found, without = _written(both[2], rows, cache="none")
-    assert found == wanted
-    # One forward more for the text before each canvas.
-    canvases = np.asarray(with_cache.forwards) - np.asarray(without.forwards)
-    assert ((canvases >= 1) & (canvases <= 3)).all()
-
-
-def test_prompts_stay_and_banned_ids_are_never_written(both, drawn):
-    rows, wanted, _ = drawn
-    never = set(both[2].banned_ids) - set(both[2].eos_ids)
-    for row, ids in zip(rows, wanted, strict=True):
-        assert ids[: len(row["tokens"])] == row["tokens"]
-        assert not never & set(ids[len(row["tokens"]) :])
-
-
-def test_each_canvas_has_its_own_steps_and_temperatures(both):
-    state = canvas_state(both[2], LOOP | {"temperature": 1.0, "temperature_end": 0.25})
-    assert state.block.steps_B.tolist() == [LOOP["steps"] // 3]
-
-    def temperature(step, taken):
-        block = state.block._replace(step_B=jnp.array([step]))
-        chain = step_chain(state._replace(block=block, step_B=jnp.array([taken])))
-        (one,) = (t for t in chain.transforms if type(t).__name__ == "Temperature")
-        return float(one.temperature_B[0])
-
-    for canvas in range(3):
-        found = [temperature(step, 4 * canvas + step) for step in range(4)]
-        np.testing.assert_allclose(found, [1.0, 0.75, 0.5, 0.25], rtol=1e-6)
-
-
-def canvas_state(model, settings):
-    """The state of one row before its first step."""
-    (request,) = make_requests(model, {"tokens": [1]}, settings)
-    row, rules = Bucket([request], model.facts, 32).pack([request])
-    length = request.tokens.size
-    tokens = np.pad(request.tokens, (0, 32 - length))[None]
-    return start(tokens, jnp.array([length]), row, rules, mask_id=cases.MASK)
-
-
 def test_the_directory_recommends_the_loop_and_its_file_changes_it(both, tmp_path):
     model = both[2]
     first = model.preset("diffusion_gemma")
@@ -324,79 +271,3 @@ def test_the_directory_recommends_the_loop_and_its_file_changes_it(both, tmp_pat
     assert read.temperature_end == pytest.approx(0.2 + 0.6 / 6)
     dlm_jax.export(dlm_jax.load(tmp_path), tmp_path / "out")
     assert dlm_jax.load(tmp_path / "out").sample == read
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"order": "random"}, "order='random' fills holes"),
-        ({"block_length": CANVAS + 1}, "block_length=6 is outside the range 1 to 5"),
-        ({"cache": "dual"}, "cache='dual' is not supported with order='entropy_renoise'"),
-        ({"guidance": 1.0}, "guidance=1.0 is not supported with"),
-        ({"remask": "scheduled"}, "remask='scheduled' is not supported with"),
-        ({"trace": True}, "order='entropy_renoise' has no trace"),
-        ({"steps": 2}, "steps=2 is less than the 3 blocks"),
-    ],
-)
-def test_settings_that_canvases_do_not_support_are_refused_in_one_line(both, settings, message):
-    with pytest.raises(ValueError) as caught:
-        dlm_jax.generate(both[2], [{"tokens": [1]}], **(LOOP | settings))
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-A4B = ModelConfig(
-    depth=30, width=2816, heads=16, kv_heads=8, head_size=256, mlp_width=2112, activation="geglu",
-    norm_epsilon=1e-6, vocab_size=262144, rope_theta=1e4, attention_type="canvas",
-    block_length=256, attention_window=1024, full_every=6, full_head_size=512, full_kv_heads=2,
-    full_rope_theta=1e6, full_rotary_share=0.25, full_value_from_key=True, attention_scale=1.0,
-    value_norm=True, post_norms=True, layer_scales=True, embedding_scaled=True, logit_cap=30.0,
-    self_conditioning=True, experts=128, experts_per_token=8, expert_width=704,
-    experts_beside=True, router_scales=True, router_normalised=True,
-)  # fmt: skip
-
-
-def test_the_published_shape_has_26_billion_parameters_of_which_4_are_active():
-    shapes = jax.eval_shape(build(A4B).init, key_of(0))
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    total = sum(leaf.size for _, leaf in leaves)
-    in_experts = sum(leaf.size for path, leaf in leaves if "expert_" in jax.tree_util.keystr(path))
-    active = total - in_experts * (1 - A4B.experts_per_token / A4B.experts)
-    assert 25e9 < total < 27e9
-    assert 3.5e9 < active < 4.5e9
-    assert family_for(A4B).name == "diffusion_gemma"
-
-
-@pytest.mark.slow
-def test_adapters_of_a_published_model_train_on_canvases_behind_text(both, tmp_path):
-    lines = [json.dumps({"prompt": "the ", "response": "quick fox."})] * 40
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    flags = {
-        "train.init_from": both[1], "train.out_dir": tmp_path / "run", "train.steps": 2,
-        "train.batch_size": 8, "train.eval_windows": 2, "train.eval_every": 0,
-        "train.sample_every": 0, "train.log_every": 1, "optim.warmup_steps": 1,
-        "optim.name": "adamw", "data.source": tmp_path / "pairs.jsonl", "data.seq_len": LONGEST,
-        "data.layout": "documents", "data.cache_dir": tmp_path / "cache",
-        "objective.process": "uniform", "model.lora_rank": 2,
-    }  # fmt: skip
-    config = configs.load(None, {name: str(value) for name, value in flags.items()})
-    run = prepare(config, report=lambda line: None)
-    before = jax.tree.map(np.asarray, run.state.params)
-    outcome = run_loop(run)
-    assert outcome.reason == "finished"
-    for name, tree in before.items():
-        if name != "adapters":
-            jax.tree.map(np.testing.assert_array_equal, outcome.params[name], tree)
-    is_moved = jax.tree.map(lambda a, b: np.any(a != b), outcome.params["adapters"],
-                            before["adapters"])  # fmt: skip
-    assert all(jax.tree.leaves(is_moved))
-    losses = [line for line in tiny_run.records(tmp_path / "run") if "canvas" in line]
-    assert losses and all(
-        np.isfinite([line["canvas"], line["next_token"]]).all() for line in losses
-    )
-    trained = dlm_jax.load(tmp_path / "run")
-    assert trained.process.name == "uniform"
-    dlm_jax.export(trained, tmp_path / "out")
-    again = dlm_jax.load(tmp_path / "out")
-    assert again.family == "diffusion_gemma" and "adapters" not in again.params
-    text = dlm_jax.generate(again, ["the "], gen_length=CANVAS, steps=4).texts[0]
-    assert text.startswith("the ")

@@ -12,7 +12,6 @@ from hub_stub import serving_hub
 
 import dlm_jax
 from dlm_jax.cli import sample
-from dlm_jax.cli.server import _name_of
 from dlm_jax.hf.hub import fetched, hub_id
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +130,3 @@ def test_what_is_here_is_never_looked_up(monkeypatch, tmp_path, directory):
 def test_ids_are_told_from_paths(monkeypatch, path, found):
     monkeypatch.chdir(ROOT)
     assert hub_id(path) == found
-
-
-def test_a_server_calls_a_model_of_the_hub_by_its_id():
-    assert _name_of("org/m-1.5@v2") == "org/m-1.5"

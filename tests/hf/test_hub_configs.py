@@ -90,15 +90,6 @@ def test_no_field_of_a_published_config_is_read_without_effect(name, tmp_path):
     assert not silent
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-8B", "01-ai/Yi-6B"])
-def test_a_causal_family_with_bidirectional_attention_is_refused(name, tmp_path):
-    """transformers masks by ``is_causal`` of the config."""
-    config = CONFIGS[name]["config"]
-    with pytest.raises(ValueError, match="config.json: is_causal=False is not implemented"):
-        _read(tmp_path, config | {"is_causal": False})
-    assert _read(tmp_path, config | {"is_causal": True})[1] == _read(tmp_path, config)[1]
-
-
 def test_the_remedy_for_a_field_of_an_object_is_one_that_works(tmp_path):
     config = CONFIGS["deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"]["config"]
     with pytest.raises(ValueError, match="--ignore-config") as refusal:

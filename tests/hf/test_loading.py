@@ -16,10 +16,8 @@ import safetensors.numpy
 from oracles.published import Oracle
 
 import dlm_jax
-from dlm_jax import devices
-from dlm_jax.config import MeshConfig, SamplingParams
-from dlm_jax.distributed.partitions import make_mesh
-from dlm_jax.hf.families import family_for, read_settings, recommended, settings_fields
+from dlm_jax.config import SamplingParams
+from dlm_jax.hf.families import read_settings, recommended, settings_fields
 from dlm_jax.hf.tensors import Shards
 from dlm_jax.inference.request import settings_of_call
 
@@ -100,46 +98,6 @@ def test_loading_exporting_and_loading_is_the_identity(loaded, tmp_path):
     assert set(ours.entries) == set(theirs.entries)
     for tensor in theirs.entries:
         np.testing.assert_array_equal(ours.read(tensor), theirs.read(tensor))
-
-
-@pytest.mark.parametrize("name", ["llada_moe", pytest.param("llada2", marks=pytest.mark.slow)])
-def test_experts_that_are_read_onto_several_devices_say_what_they_say_on_one(name, tmp_path):
-    directory = cases.write(tmp_path / "model", name)
-    mesh = MeshConfig(expert=2, data=4)
-    model, split = dlm_jax.load(directory), dlm_jax.load(directory, mesh=mesh)
-    experts = split.params["blocks"]["mlp"]["expert_up"]
-    assert experts.addressable_shards[0].data.shape[-3] == experts.shape[-3] // 2
-    tokens = np.concatenate([_tokens()] * 2)
-    lengths = np.concatenate([LENGTHS] * 2)
-
-    def hidden(params):
-        with devices.used(make_mesh(mesh)):
-            return split.network.trunk(params, tokens, lengths, None)[0]
-
-    alone = jax.jit(lambda params: model.network.trunk(params, tokens, lengths, None)[0])
-    found, wanted = jax.jit(hidden)(split.params), alone(model.params)
-    for row, length in enumerate(lengths):
-        _near(found[row, :length], np.asarray(wanted[row, :length]))
-
-
-def test_a_llada_directory_that_does_not_say_so_has_a_tied_head(tmp_path):
-    path = cases.write(tmp_path / "model", "llada", num_shards=1)
-    cases.edit(path / "config.json", weight_tying=...)
-    tensors = safetensors.numpy.load_file(path / "model.safetensors")
-    kept = {
-        name: x for name, x in tensors.items() if not name.endswith("transformer.ff_out.weight")
-    }
-    assert len(kept) == len(tensors) - 1
-    safetensors.numpy.save_file(kept, path / "model.safetensors")
-    assert "head" not in dlm_jax.load(path).params
-
-
-def test_the_family_of_a_model_is_found_from_its_settings_alone(loaded):
-    name, _, model = loaded
-    assert family_for(model.config.model).name == name
-    assert family_for(model.config.model, name).name == name
-    with pytest.raises(ValueError, match="cannot express the settings"):
-        family_for(model.config.model, "dream" if name != "dream" else "sdar")
 
 
 def test_bfloat16_stays_as_it_is_stored(tmp_path):

@@ -264,15 +264,3 @@ def test_llada21_writes_and_rewrites_what_its_own_loop_does(models, patience, ca
         stop_at_eos=True, cache=cache,
     )  # fmt: skip
     assert sum(rewritten) > 0
-
-
-@pytest.mark.slow
-def test_what_a_family_recommends_is_a_preset_of_its_own(models):
-    for name in ("llada", "dream"):
-        model, _ = models(name)
-        first = next(iter(model.presets.values()))
-        fits = {k: v for k, v in first.items() if k not in ("gen_length", "steps")}
-        assert {k: getattr(model.sample, k) for k in fits} == fits
-        for settings in model.presets.values():
-            shorter = dict(settings) | {"gen_length": 4, "steps": 4, "block_length": 0}
-            assert dlm_jax.generate(model, ["ab"], **shorter).lengths[0] <= 6

@@ -11,9 +11,8 @@ import tokenizers
 import toy
 
 import dlm_jax
-from dlm_jax.config import Config, DataConfig, ModelConfig, ObjectiveConfig
+from dlm_jax.config import Config, DataConfig, ObjectiveConfig
 from dlm_jax.data import ByteTokenizer, CharacterTokenizer, SubwordTokenizer, Tokenizer, train_bpe
-from dlm_jax.hf.families import family_for
 from dlm_jax.model.transformer import build
 
 TEXT = "the cat sat on the mat, and the rat sat on the cat.\n" * 20
@@ -87,8 +86,3 @@ def test_a_model_that_no_published_layout_fits_is_refused_with_the_reason(model,
     with pytest.raises(ValueError, match=message):
         dlm_jax.export(model(), tmp_path / "out")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_model_without_experts_is_of_no_family_of_experts():
-    with pytest.raises(ValueError, match="no published family can"):
-        family_for(ModelConfig(vocab_size=99, activation="swiglu", qk_norm=True))

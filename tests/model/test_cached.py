@@ -112,19 +112,6 @@ def test_a_window_beside_what_is_kept_is_what_the_trunk_returns_there(kind):
     _close(swapped, hidden[np.array([2, 0, 2])])
 
 
-def test_positions_outside_the_begin_and_end_of_a_window_count_as_they_are_kept():
-    """So a window may reach beyond a row's block, and rows with other blocks share a shape."""
-    begin = jnp.array([4, 2, 0])
-    wide = Window(jnp.array([3, 0, 0]), begin, begin + 3)
-    tight = Window(begin, begin, begin + 3)
-    new = jnp.asarray((TOKENS + 1) % toy.VOCAB_SIZE)
-    there, *_ = _beside("bidirectional", TOKENS, new, 7, wide)
-    here, *_ = _beside("bidirectional", TOKENS, new, 3, tight)
-    for row in range(3):
-        shift = int(begin[row] - wide.place_N[row])
-        _close(there[row, shift : shift + 3], here[row])
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _seen_at_the_end(other_from, num_seen):
     """Windows up to the end of the canvas, beside what is of other tokens from a place on."""

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dlm_jax.model import ops
 from dlm_jax.model.kernels import cpu
@@ -18,12 +17,6 @@ def normal(seed, *shape):
 
 def plain_rms_norm(x, scale):
     return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5) * scale
-
-
-def plain_rotate(x_BLHK, cos_LK, sin_LK):
-    cos, sin = cos_LK[None, :, None, :], sin_LK[None, :, None, :]
-    a, b = jnp.split(x_BLHK, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def assert_same_values_and_gradients(fast, plain, *inputs, tolerance=2e-5):
@@ -52,12 +45,6 @@ def test_rms_norm_equals_the_plain_formula(shape):
     )
 
 
-def test_rotate_equals_split_and_concatenate():
-    angles = normal(1, 5, 3)
-    inputs = normal(0, 2, 5, 4, 6), jnp.cos(angles), jnp.sin(angles)
-    assert_same_values_and_gradients(ops.rotate_heads, plain_rotate, *inputs)
-
-
 def test_hidden_keys_do_not_matter_and_get_no_gradient():
     length_B = jnp.array([3, 1])
     q, k, v = (normal(i, 2, 6, 2, 4) for i in range(3))
@@ -75,24 +62,6 @@ def test_large_scores_stay_finite():
     q, k, v = (1e3 * normal(i, 1, 6, 1, 4) for i in range(3))
     g = jax.grad(lambda q: jnp.sum(ops.attention(q, k, v, jnp.array([4]), may_see=ops.causal)))(q)
     assert jnp.all(jnp.isfinite(g))
-
-
-def test_sharded_rows_give_the_same_gradients():
-    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    x, kernel, length_B = normal(0, 8, 6, 12), normal(1, 12, 12), jnp.full(8, 6)
-
-    def loss(x, kernel):
-        heads = ops.linear(x, kernel).reshape(8, 6, 4, 3)
-        y = ops.attention(heads, heads, heads, length_B)
-        return jnp.sum(ops.rms_norm(y, jnp.ones((1, 1, 1, 3)), epsilon=1e-5) ** 3)
-
-    g = jax.jit(jax.grad(loss, (0, 1)))
-    sharded = g(
-        jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))),
-        jax.device_put(kernel, NamedSharding(mesh, PartitionSpec(None, "tensor"))),
-    )
-    for mine, theirs in zip(sharded, g(x, kernel), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 17])

@@ -9,14 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig, ModelConfig
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
-from dlm_jax.model.block import Mlp
-from dlm_jax.model.moe import Experts, mixture, route
+from dlm_jax.model.moe import route
 from dlm_jax.model.transformer import build
 
 CONFIG = ModelConfig(
@@ -107,48 +104,3 @@ def test_tokens_go_to_the_best_experts_of_the_best_groups(bias, score, is_normal
         own = own / own.sum() if is_normalised else own
         np.testing.assert_allclose(weights, 2.5 * own, rtol=1e-4)
     assert (by_best_alone < 50) == (groups_kept == 2)
-
-
-def test_the_shared_expert_reads_the_input_of_the_others():
-    """Where the others say nothing, as at the start, the output is that of the shared expert."""
-    layer = Experts(CONFIG, rngs=nnx.Rngs(params=jax.random.key(0)))
-    kernel = layer.shared.down.kernel
-    kernel[...] = jax.random.normal(jax.random.key(1), kernel[...].shape)
-    x_BLD = jax.random.normal(jax.random.key(2), (2, 3, 16))
-    expected = layer.shared(x_BLD)
-    assert float(jnp.abs(expected).max()) > 0.1
-    np.testing.assert_allclose(layer(x_BLD), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_a_part_of_the_experts_adds_what_its_own_say_and_nothing_else():
-    rng = np.random.default_rng(0)
-    x_ND, weights_NK = rng.standard_normal((7, 4)), rng.random((7, 2))
-    ids_NK = np.stack([rng.permutation(6)[:2] for _ in range(7)]).astype(np.int32)
-    gate, up, down = (rng.standard_normal(s) for s in ((6, 4, 3), (6, 4, 3), (6, 3, 4)))
-    wanted = np.zeros((7, 4))
-    for n in range(7):
-        for k in range(2):
-            if ids_NK[n, k] in (2, 3):
-                e = ids_NK[n, k]
-                inner = x_ND[n] @ gate[e]
-                inner = inner / (1 + np.exp(-inner)) * (x_ND[n] @ up[e])
-                wanted[n] += weights_NK[n, k] * (inner @ down[e])
-    given = (jnp.float32(x_ND), jnp.asarray(ids_NK), jnp.float32(weights_NK))
-    own = tuple(jnp.float32(kernel[2:4]) for kernel in (gate, up, down))
-    found = mixture(*given, own, first=jnp.int32(2))
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_a_shared_expert_constrains_and_names_its_activations_like_an_mlp():
-    mlp = Mlp(CONFIG, rngs=nnx.Rngs(params=jax.random.key(0)), inner=16)
-    mesh = make_mesh(MeshConfig(data=4, tensor=2))
-
-    def run(x_BLD):
-        with devices.used(mesh):
-            return mlp(x_BLD)
-
-    program = jax.make_jaxpr(run)(jnp.zeros((4, 2, CONFIG.width)))
-    named = {str(one.params.get("name")) for one in program.eqns if one.primitive.name == "name"}
-    assert named == {"gate", "up"}
-    (pinned,) = [one for one in program.eqns if one.primitive.name == "sharding_constraint"]
-    assert pinned.params["sharding"].spec == P("data", None, "tensor")

@@ -117,16 +117,6 @@ def test_a_model_begins_with_the_same_parameters_with_heads_and_without():
     chex.assert_trees_all_equal(main, plain)
 
 
-def test_a_fresh_residual_head_begins_as_the_lm_head_says_whatever_it_sees():
-    network, params = _fresh(**HEADS)
-    # What the trunk returns has just been through a norm of scale 1.
-    left, hidden, right = _inputs(1)
-    hidden /= np.sqrt((hidden**2).mean(1, keepdims=True))
-    logits_NV = network.heads["sampler"].readout(params, *map(jnp.asarray, (left, hidden, right)))
-    expected_NV = network.readout(params, jnp.asarray(hidden))
-    np.testing.assert_allclose(logits_NV, expected_NV, rtol=1e-4, atol=1e-5)
-
-
 def test_the_critic_is_a_linear_map_of_a_hidden_vector():
     network = toy.network_with_heads()
     params = _params(network)
@@ -135,20 +125,3 @@ def test_the_critic_is_a_linear_map_of_a_hidden_vector():
     logit_N = network.heads["critic"](params, jnp.asarray(hidden_ND))
     assert logit_N.shape == (ROWS,) and logit_N.dtype == jnp.float32
     np.testing.assert_allclose(logit_N, (hidden_ND @ kernel)[:, 0], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_heads_change_nothing_of_what_the_model_itself_says(variant):
-    config = _config(variant)
-    network = build(config)
-    params = _params(network)
-    plain = build(_config(variant, add_sampler_head=False, add_critic_head=False))
-    tokens_BL = jnp.array([[0, 3, 8, 7, 1, 2, 8, 5], [4, 8, 8, 6, 9, 9, 9, 9]])
-    length_B = jnp.array([8, 4])
-    # The plain network is given the heads' parameters too, and does not look at them.
-    for one, other in zip(
-        *(toy.logits(net, params, tokens_BL, length_B) for net in (network, plain)), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
-    assert plain.heads == {} and list(network.heads) == ["sampler", "critic"]
-    assert network.heads["sampler"].context == config.sampler_context

@@ -42,7 +42,7 @@ def triton_attention(
     """Computes `dlm_jax.model.ops.attention`; each device computes its own rows and heads.
 
     Scores and sums are float32. Queries and keys are padded to multiples of `TILE`. `saved` and
-    `interpret` are as in `dlm_jax.model.kernels.splash.splash_attention`.
+    `interpret` are as in `dlm_jax.model.kernels.tpu.splash_attention`.
     """
 
     def of_rows(*given: jax.Array) -> jax.Array:

@@ -67,7 +67,7 @@ print("passed")
 _WINDOWS = """
 from jax.sharding import SingleDeviceSharding
 from dlm_jax.devices import used
-from dlm_jax.model.ops import CachedLayer, window_attention
+from dlm_jax.model.ops import window_attention
 
 place = SingleDeviceSharding(devices[0])
 # Positions of the window and its heads, groups and size; cached and visible positions; whether the
@@ -83,8 +83,7 @@ for window, heads, groups, size, positions, seen, fits in [
         return jax.ShapeDtypeStruct((2, *shape), dtype, sharding=place)
     def run(q, leaf, own, of_kept, of_own, layer):
         with used(place):
-            kept = CachedLayer((leaf, leaf), layer, None, seen)
-            return window_attention(q, kept, (own, own), (of_kept, of_own))
+            return window_attention(q, (leaf, leaf), (own, own), (of_kept, of_own), layer=layer)
     queries = window * heads // groups
     compiled = jax.jit(run).lower(
         given(window, heads, size), given(3, groups, positions, size), given(groups, window, size),

@@ -1,21 +1,38 @@
-"""Kernels for TPUs: attention of a window beside a cache, and the rotation of heads."""
+"""Kernels for TPUs: attention, attention of a window beside a cache, and the rotation of heads."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    BlockSizes,
+    FullMask,
+    Mask,
+    MultiHeadMask,
+    SegmentIds,
+    make_splash_mha,
+)
 
-from dlm_jax.model.kernels.split import HIDDEN, heads_by_device, padded
+from dlm_jax import devices
+from dlm_jax.model.kernels.split import HIDDEN, by_device, heads_by_device, padded
 
 _LANES = 128
 # Rows of a tile in half precision.
 _SUBLANES = 16
+# Tiles of splash attention by the schedules of the TPU compiler (benchmarks/results/scaling.md).
+# Tiles have twice as many keys without a mask: the kernel writes one partial gradient of the
+# queries per tile of keys. Longer tiles of wider keys exceed the on-chip memory of the compiler's
+# default options.
+_MAX_BLOCK = 1024
+_MAX_KEY_BYTES = 256
 _MAX_KEYS = 1024
 _MAX_QUERIES = 512
 # Scores of new keys that one head computes at a time.
@@ -28,6 +45,103 @@ _MAX_BYTES = 2**22
 _MEMORY = 15 * 2**20
 # Elements of a tile of queries or keys that are rotated.
 _MAX_ELEMENTS = 2**19
+
+
+def splash_attention(
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    is_live_BM: jax.Array,
+    *,
+    may_see: Callable[[Any, Any], Any] | None = None,
+    saved: str | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes `dlm_jax.model.ops.attention`; each device computes its own rows and heads.
+
+    Pallas's splash kernel never writes the scores to main memory. Scores and sums are float32.
+    Queries and keys are padded to multiples of 128. Rematerialisation may save the residuals under
+    the name `saved`. With `interpret`, for tests, Pallas interprets the kernel, which works on any
+    device.
+    """
+
+    def compute(q: jax.Array, k: jax.Array, v: jax.Array, is_live: jax.Array) -> jax.Array:
+        num_queries, num_heads, head_size = q.shape[1:]
+        q, k, v, is_live = (padded(x, 1, _LANES) for x in (q, k, v, is_live))
+        shape = (q.shape[1], k.shape[1])
+        mask = FullMask(shape) if may_see is None else _Places(shape, may_see)
+        block_q, block_k = map(tile_of, shape)
+        is_long = may_see is None and head_size * k.dtype.itemsize <= _MAX_KEY_BYTES
+        block_keys = 2 * block_k if is_long and shape[1] % (2 * block_k) == 0 else block_k
+        kernel = make_splash_mha(
+            mask=MultiHeadMask([mask] * num_heads),
+            block_sizes=BlockSizes(
+                block_q=block_q,
+                block_kv=block_keys,
+                block_kv_compute=block_k,
+                block_q_dkv=block_q,
+                block_kv_dkv=block_keys,
+                block_kv_dkv_compute=block_k,
+                use_fused_bwd_kernel=True,
+            ),
+            head_shards=1,
+            q_seq_shards=1,
+            residual_checkpoint_name=saved,
+            interpret=interpret,
+        )
+        # The kernel does not scale the scores, so the queries are scaled, in float32.
+        q = (q.astype(jnp.float32) * head_size**-0.5).astype(q.dtype)
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        segments = SegmentIds(
+            q=jnp.ones((q.shape[0], q.shape[2]), jnp.int32), kv=is_live.astype(jnp.int32)
+        )
+        y: Any = jax.vmap(kernel)(q, k, v, segments)
+        return y.swapaxes(1, 2)[:, :num_queries]
+
+    def on_cores(q: jax.Array, k: jax.Array, v: jax.Array, is_live: jax.Array) -> jax.Array:
+        # The cores of a chip split the rows, and in the backward pass nothing else. With an odd
+        # number of rows on two cores, half the heads of a row make a row.
+        num_rows, num_heads = q.shape[0], q.shape[2]
+        if devices.num_cores() == 1 or num_rows % 2 == 0 or num_heads % 2 or k.shape[2] % 2:
+            return compute(q, k, v, is_live)
+
+        def halves(x: jax.Array) -> jax.Array:
+            x = x.reshape(*x.shape[:2], 2, -1, x.shape[3])
+            return jnp.moveaxis(x, 2, 1).reshape(2 * num_rows, x.shape[1], *x.shape[3:])
+
+        y = compute(halves(q), halves(k), halves(v), jnp.repeat(is_live, 2, axis=0))
+        return jnp.moveaxis(y.reshape(num_rows, 2, *y.shape[1:]), 1, 2).reshape(q.shape)
+
+    splits_queries = may_see is None
+    return by_device(on_cores, q_BLHK, k_BMGK, v_BMGK, is_live_BM, splits_queries=splits_queries)
+
+
+def tile_of(num_positions: int) -> int:
+    """The largest multiple of `_LANES`, at most `_MAX_BLOCK`, that divides `num_positions`."""
+    lanes = num_positions // _LANES
+    return _LANES * max(n for n in range(1, _MAX_BLOCK // _LANES + 1) if lanes % n == 0)
+
+
+class _Places(Mask):
+    """The mask that `may_see` defines; only partially masked blocks are materialised."""
+
+    def __init__(self, shape: tuple[int, int], may_see: Callable[[Any, Any], Any]):
+        self._shape, self._may_see = shape, may_see
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        ends = (at.indices(size) for size, at in zip(self._shape, index, strict=True))
+        query, key = (np.arange(start, stop) for start, stop, _ in ends)
+        return np.asarray(self._may_see(query[:, None], key[None]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Places) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self._shape, self._may_see))
 
 
 def mosaic_window(
