@@ -116,23 +116,18 @@ class ChatTemplate:
             ids before it; or an answer is marked in several parts, or from within a token.
         """
         for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                turn = self._turn(messages[:place], messages[: place + 1])
-                if isinstance(turn, str):
-                    raise ValueError(f"message {place + 1}: the chat template {turn}")
-                if turn is not None:
-                    yield turn
+            turn = self._turn(messages, place) if message["role"] == "assistant" else None
+            if turn is not None:
+                yield turn
 
-    def _turn(
-        self, before: Messages, messages: Messages
-    ) -> tuple[np.ndarray, np.ndarray] | str | None:
-        """The turn; None if it has no mark, or text with a problem and its remedy."""
-        sent, encode = self._quoted(_variables(before, {"add_generation_prompt": True}), False)
+    def _turn(self, messages: Messages, place: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The turn at a place; None if the template marks other turns alone."""
+        problem = f"message {place + 1}: the chat template"
+        sent, encode = self._quoted(_variables(messages[:place], {"add_generation_prompt": True}))
         prompt = sent.replace(_MARK, "")
         given = encode(prompt)
-        written, encode = self._quoted(
-            _variables(messages, {"add_generation_prompt": False}), False
-        )
+        values = _variables(messages[: place + 1], {"add_generation_prompt": False})
+        written, encode = self._quoted(values)
         parts = written.split(_MARK)
         text, start = "".join(parts), given
         if "endgeneration" in self.source:
@@ -143,16 +138,16 @@ class ChatTemplate:
             if not spans:
                 return None
             if any(one[1] != two[0] for one, two in itertools.pairwise(spans)):
-                return (
-                    "marks this answer in several parts; put it between one {% generation %} and "
-                    "one {% endgeneration %}"
+                raise ValueError(
+                    f"{problem} marks this answer in several parts; put it between one "
+                    "{% generation %} and one {% endgeneration %}"
                 )
             start, text = encode(text[: spans[0][0]]), text[: spans[-1][1]]
         whole = encode(text)
         if not np.array_equal(whole[: start.size], start):
-            return (
-                "writes other tokens before this answer than a chat sends, or marks it from within "
-                "a token; put {% generation %} behind a special token or a line break"
+            raise ValueError(
+                f"{problem} writes other tokens before this answer than a chat sends, or marks it "
+                "from within a token; put {% generation %} behind a special token or a line break"
             )
         # A mark can begin before the header of the answer, which a chat sends.
         if given.size > start.size and np.array_equal(whole[: given.size], given):
@@ -164,7 +159,7 @@ class ChatTemplate:
         return start, turn[: last + 1] if is_end else turn
 
     def _quoted(
-        self, values: dict[str, Any], continues: bool
+        self, values: dict[str, Any], continues: bool = False
     ) -> tuple[str, Callable[[str], np.ndarray]]:
         """The text with placeholders for names of special tokens in the messages, and the function
         that encodes it or its beginning.
@@ -203,8 +198,7 @@ class ChatTemplate:
                 f"the chat template reads {read} in the messages, which cannot be encoded as text "
                 "then; remove them from the messages"
             )
-        named = {placeholder: name for name, placeholder in quotes.items()}
-        encode = self.tokenizer.encode_quoted
+        encode, named = self.tokenizer.encode_quoted, {q: name for name, q in quotes.items()}
         return written, functools.partial(encode, names=self._markers, quotes=named)
 
     def specials(self) -> dict[str, str]:

@@ -204,10 +204,9 @@ class Family:
       model_type: value of ``model_type`` in config.json.
       fields: fields of config.json, each with its setting in ``[model]`` and the value that an
         absent or null field means; without such a value, the field is required.
-      fixed: fields with the value that is implemented, which is written. Of a tuple, all values are
-        implemented and the first is written.
+      fixed: fields that are written with this value, which alone is implemented if the field has an
+        effect. Of a tuple, all values are implemented and the first is written.
       checked: as `fixed`, but not written.
-      written: fields without an effect that are written.
       settings: settings in ``[model]`` that all models of the family have.
       read_more: maps the fields, and the settings that are read so far, to further settings.
       write_more: maps a model and its fields so far to all fields.
@@ -239,7 +238,6 @@ class Family:
     presets: Mapping[str, Mapping[str, Any]]
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     checked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     read_more: Callable[[FileFields, dict[str, Any]], dict[str, Any]] = lambda *_: {}
     write_more: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]] = lambda _, fields: fields
@@ -256,7 +254,9 @@ class Family:
 
     def read(self, fields: FileFields) -> ModelConfig:
         """The model that the fields of a config.json describe; raises ValueError."""
-        fields.must(**{**self.fixed, **self.checked})
+        is_idle = {name: _IDLE.fullmatch(name) or name in self.idle for name in self.fixed}
+        fields.must(**{name: v for name, v in self.fixed.items() if not is_idle[name]})
+        fields.must(**self.checked)
         settings: dict[str, Any] = dict(self.settings)
         for name, (setting, *default) in self.fields.items():
             settings[setting] = fields.take(name, type(getattr(_PLAIN, setting)), *default)
@@ -278,7 +278,7 @@ class Family:
         }
         fixed = {name: v[0] if isinstance(v, tuple) else v for name, v in self.fixed.items()}
         fields = {name: values[setting] for name, (setting, *_) in self.fields.items()}
-        return self.write_more(model, {**self.written, **fixed, **fields})
+        return self.write_more(model, fixed | fields)
 
     def said(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of config.json, merged with the fields in `within`."""

@@ -184,11 +184,11 @@ _GEMMA = Family(
     },
     fixed={
         "attention_bias": False,
+        "attention_dropout": 0.0,
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
     },
     checked={"use_bidirectional_attention": "vision"},
-    written={"attention_dropout": 0.0},
     settings={
         "activation": "geglu",
         "attention_type": "canvas",

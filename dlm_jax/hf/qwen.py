@@ -163,7 +163,12 @@ def _family(
             "head_dim": ("head_size", 0),
             **fields,
         },
-        fixed={"hidden_act": "silu", "use_sliding_window": False, **fixed},
+        fixed={
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "use_sliding_window": False,
+            **fixed,
+        },
         checked={
             "attention_bias": settings.get("qkv_bias", False),
             "partial_rotary_factor": (1, 1.0),
@@ -171,7 +176,7 @@ def _family(
         },
         settings={"activation": "swiglu", "qk_norm": False, **settings},
         tensors=ATTENTION | MLP | TABLES,
-        **{"read_more": _read, "write_more": _write, "written": {"attention_dropout": 0.0}} | more,
+        **{"read_more": _read, "write_more": _write} | more,
     )
 
 
@@ -215,7 +220,7 @@ _SDAR: dict[str, Any] = {
     "fields": {"block_size": ("block_length", 4)},
     "settings": {"qk_norm": True, "attention_type": "block_causal"},
     # SDAR's code requires that a training kernel is disabled.
-    "written": {"attention_dropout": 0.0, "fuse_cross_entropy": False},
+    "fixed": {"fuse_cross_entropy": False},
     "mask_id": 151669,
     "presets": SDAR,
     "idle": (
@@ -275,7 +280,7 @@ FAMILIES = (
         "SDARMoeForCausalLM",
         **_SDAR
         | {
-            "fixed": {"decoder_sparse_step": 1, "mlp_only_layers": []},
+            "fixed": _SDAR["fixed"] | {"decoder_sparse_step": 1, "mlp_only_layers": []},
             "fields": _SDAR["fields"]
             | {
                 "num_experts": ("experts",),

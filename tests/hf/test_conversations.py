@@ -111,22 +111,6 @@ def test_a_turn_without_a_mark_is_not_trained():
     np.testing.assert_array_equal(turn[0], ChatTemplate(source, BPE).ids(TALK[:4]))
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3", "marked"])
-def test_control_tokens_in_a_conversation_are_characters(name):
-    source = MARKED["chatml"] if name == "marked" else cases.CHATS[name]
-    content = "end<|im_end|><|im_start|><|eot_id|>the<bos>"
-    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
-    # A tokenizer whose markers have other names reads these names as characters.
-    other, renamed = cases.bpe_tokenizer(rename="?"), source
-    for marker in cases.MARKERS:
-        renamed = renamed.replace(marker, f"{marker}?")
-    ((given, turn),) = ChatTemplate(source, BPE).turns(turns)
-    ((their_given, their_turn),) = ChatTemplate(renamed, other).turns(turns)
-    np.testing.assert_array_equal(given, their_given)
-    np.testing.assert_array_equal(turn, their_turn)
-    assert turn[-1] == BPE.id_of(ENDS.get(name, "<|im_end|>"))
-
-
 LAST = "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
 REFUSED = {
     "<|im_start|>{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -111,14 +111,6 @@ def test_a_field_that_may_change_numbers_is_refused_by_name_and_can_be_ignored(n
     read_shape(directory, [name])
 
 
-def test_a_name_to_ignore_that_is_no_field_is_refused(tmp_path):
-    directory = cases.write(tmp_path / "m", "qwen2")
-    with pytest.raises(SettingError, match="ignore_config='logit_scale' is not a field of"):
-        dlm_jax.load(directory, ignore_config=["logit_scale"])
-    with pytest.raises(SettingError, match="ignore_config"):
-        dlm_jax.load("shakespeare", ignore_config=["logit_scale"])
-
-
 def test_an_id_of_minus_one_is_no_token(tmp_path):
     directory = cases.write(tmp_path / "m", "qwen2")
     cases.edit(directory / "config.json", pad_token_id=-1, bos_token_id=-1)

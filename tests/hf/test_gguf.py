@@ -281,33 +281,24 @@ TEXTS = (
 )  # fmt: skip
 
 
-def _with_tokens(path, tokens, add):
-    """The tokenizer of a file with these tokens and the metadata that `add` writes."""
+def _with_pre(path, pre, vocab, merges):
+    """The tokenizer with the vocabulary of a BPE and the split `pre`."""
 
     def change(writer):
         for kept in writer.kv_data:
             for name in [name for name in kept if name.startswith("tokenizer.ggml.")]:
                 kept.pop(name)
-        writer.add_token_list(tokens)
-        add(writer)
-
-    tensors = _tensors("llama")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = np.zeros((len(tokens), WIDTH), np.float32)
-    _write(path, "llama", tensors, change=change)
-    return read_shape(path)[1]
-
-
-def _with_pre(path, pre, vocab, merges):
-    """The tokenizer with the vocabulary of a BPE and the split `pre`."""
-
-    def add(writer):
+        writer.add_token_list(sorted(vocab, key=vocab.get))
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
         writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
         writer.add_eos_token_id(1)
 
-    return _with_tokens(path, sorted(vocab, key=vocab.get), add)
+    tensors = _tensors("llama")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = np.zeros((len(vocab), WIDTH), np.float32)
+    _write(path, "llama", tensors, change=change)
+    return read_shape(path)[1]
 
 
 def _by_regex(pre, text):

@@ -10,10 +10,8 @@ import re
 from pathlib import Path
 
 import jax
-import published_cases as cases
 import pytest
 
-import dlm_jax
 from dlm_jax.hf.directory import read_model
 from dlm_jax.model.transformer import build
 from dlm_jax.randomness import key_of
@@ -101,12 +99,6 @@ def test_the_remedy_for_a_field_of_an_object_is_one_that_works(tmp_path):
     for name in ("rope_scaling.other", "other.factor", "vocab_size.factor"):
         with pytest.raises(SettingError, match=f"ignore_config='{name}' is not a field of"):
             _read(tmp_path, config, [name])
-    cases.write(tmp_path / "m", "qwen2")
-    file = tmp_path / "m" / "config.json"
-    scaling = {"rope_type": "yarn", "factor": 2.0, "attn_factor": 0.8}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_scaling": scaling}))
-    model = dlm_jax.load(tmp_path / "m", ignore_config=["rope_scaling.attn_factor"])
-    assert model.config.model.rope_scaling.startswith("yarn:factor=2.0")
 
 
 def test_the_documentation_lists_what_is_read_and_what_is_refused():
