@@ -13,7 +13,7 @@ import openai
 import toy_model
 
 from dlm_jax.config import SamplingParams
-from dlm_jax.hf import TextTemplate
+from dlm_jax.hf import ChatTemplate
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.serving.app import Options, make_app
@@ -21,9 +21,7 @@ from dlm_jax.serving.http import Server, listening
 from dlm_jax.serving.protocol import Limits
 
 SLOTS = 4
-CHAT = TextTemplate(
-    "{% for m in messages %}{{ m.content }}{% endfor %}", text_tokenizer=toy_model.TOKENIZER
-)
+CHAT = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", toy_model.TOKENIZER)
 MODEL = dataclasses.replace(
     toy_model.MODEL,
     sample=SamplingParams(

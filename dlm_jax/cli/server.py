@@ -41,8 +41,7 @@ from dlm_jax.cli.common import (
 )
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
 from dlm_jax.config import layered, parse_flags, sample_settings
-from dlm_jax.data import HubTokenizer
-from dlm_jax.hf import ChatTemplate, TextTemplate, check_template, hub_id
+from dlm_jax.hf import ChatTemplate, check_template, hub_id
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import DTYPES, Model
 from dlm_jax.inference.request import settings_of_call
@@ -241,12 +240,7 @@ def _with_template(model: Model, path: Path) -> Model:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--chat-template {path} cannot be read: {error}") from None
     check_template(source, f"--chat-template {path}")
-    template = (
-        ChatTemplate(source, model.tokenizer)
-        if isinstance(model.tokenizer, HubTokenizer)
-        else TextTemplate(source, text_tokenizer=model.tokenizer)
-    )
-    return dataclasses.replace(model, chat=template)
+    return dataclasses.replace(model, chat=ChatTemplate(source, model.tokenizer))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Reads and writes models from other projects; presets reproduce their sampling loops."""
 
-from dlm_jax.hf.chat import ChatTemplate, TextTemplate, check_template, saved_chat
+from dlm_jax.hf.chat import ChatTemplate, check_template, saved_chat
 from dlm_jax.hf.directory import (
     KEPT,
     Published,
@@ -20,7 +20,6 @@ __all__ = [
     "KEPT",
     "ChatTemplate",
     "Published",
-    "TextTemplate",
     "UNPUBLISHED",
     "check_template",
     "fetched",

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -51,11 +51,12 @@ class ChatTemplate:
 
     Attributes:
       source: the Jinja template.
-      tokenizer: tokenizer of the conversations.
+      tokenizer: tokenizer of the conversations. One that is not a `HubTokenizer` encodes the text
+        of a conversation without special tokens, and has no `turns`.
     """
 
     source: str
-    tokenizer: HubTokenizer
+    tokenizer: Tokenizer
 
     def text(
         self,
@@ -96,6 +97,9 @@ class ChatTemplate:
         tokens and of the template's markers are encoded as characters. In the model's own turns,
         markers other than those around a turn are tokens.
         """
+        if not isinstance(self.tokenizer, HubTokenizer):
+            options = {"begins_answer": begins_answer, "continues": continues, **more}
+            return self.tokenizer.encode(self.text(messages, **options))
         values = _variables(messages, more | {"add_generation_prompt": begins_answer})
         marked, encode = self._quoted(values, continues)
         return encode(marked.replace(_MARK, ""))
@@ -153,9 +157,9 @@ class ChatTemplate:
         if given.size > start.size and np.array_equal(whole[: given.size], given):
             start = given
         turn = whole[start.size :]
-        special = {*self.tokenizer.textless_ids, *map(self.tokenizer.id_of, self._names)}
+        special = {*self._hub.textless_ids, *map(self._hub.id_of, self._names)}
         last = max((i for i, id_ in enumerate(turn.tolist()) if id_ in special), default=-1)
-        is_end = last >= 0 and not self.tokenizer.decode(turn[last + 1 :]).strip()
+        is_end = last >= 0 and not self._hub.decode(turn[last + 1 :]).strip()
         return start, turn[: last + 1] if is_end else turn
 
     def _quoted(
@@ -188,7 +192,7 @@ class ChatTemplate:
             raise ValueError("the messages are nested too deeply") from None
         text = self._render(values, continues)
         if not quotes:
-            return text, self.tokenizer.encode_marked
+            return text, self._hub.encode_marked
         written = plain = self._render(rest | {"messages": turns}, continues)
         for name, placeholder in quotes.items():
             plain = plain.replace(placeholder, name)
@@ -198,22 +202,29 @@ class ChatTemplate:
                 f"the chat template reads {read} in the messages, which cannot be encoded as text "
                 "then; remove them from the messages"
             )
-        encode, named = self.tokenizer.encode_quoted, {q: name for name, q in quotes.items()}
+        encode, named = self._hub.encode_quoted, {q: name for name, q in quotes.items()}
         return written, functools.partial(encode, names=self._markers, quotes=named)
 
     def specials(self) -> dict[str, str]:
         """The texts of BOS, EOS, PAD and MASK for the template; '' for a missing token."""
-        one = self.tokenizer
+        if not isinstance(self.tokenizer, HubTokenizer):
+            return dict.fromkeys(_SPECIALS, "")
+        one = self._hub
         ids = (one.bos_id, one.eos_id, one.pad_id, one.mask_id)
         names = ("" if id_ is None else one.token(id_) for id_ in ids)
         return dict(zip(_SPECIALS, names, strict=True))
+
+    @property
+    def _hub(self) -> HubTokenizer:
+        assert isinstance(self.tokenizer, HubTokenizer)
+        return self.tokenizer
 
     @functools.cached_property
     def _names(self) -> frozenset[str]:
         """Names that no turn writes: special tokens, and markers around a turn, which some files do
         not declare special.
         """
-        return self.tokenizer.special_names | self._written(["user"], False)
+        return self._hub.special_names | self._written(["user"], False)
 
     @functools.cached_property
     def _markers(self) -> frozenset[str]:
@@ -225,7 +236,7 @@ class ChatTemplate:
         """The markers in a conversation of these roles; empty if the template rejects it."""
         turns = [{"role": role, "content": "a"} for role in roles]
         try:
-            return self.tokenizer.markers_in(self.text(turns, begins_answer=begins_answer))
+            return self._hub.markers_in(self.text(turns, begins_answer=begins_answer))
         except ValueError:
             return frozenset()
 
@@ -254,20 +265,6 @@ class ChatTemplate:
         except Exception as error:  # a template may raise anything
             reason = " ".join(str(error)[:2000].split()) or type(error).__name__
             raise ValueError(f"chat_template rejects the messages ({reason})") from None
-
-
-@dataclass(frozen=True)
-class TextTemplate(ChatTemplate):
-    """A chat template that writes plain text without special tokens, for any tokenizer."""
-
-    tokenizer: HubTokenizer = field(init=False, repr=False, compare=False)
-    text_tokenizer: Tokenizer = field(kw_only=True)
-
-    def ids(self, messages: Messages, /, **options: Any) -> np.ndarray:
-        return self.text_tokenizer.encode(self.text(messages, **options))
-
-    def specials(self) -> dict[str, str]:
-        return dict.fromkeys(_SPECIALS, "")
 
 
 def _variables(messages: Messages, more: Mapping[str, Any]) -> dict[str, Any]:

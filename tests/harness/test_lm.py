@@ -12,7 +12,7 @@ import toy_model
 
 from dlm_jax.config import SamplingParams
 from dlm_jax.harness.lm import Evaluated, pair_of
-from dlm_jax.hf import ChatTemplate, TextTemplate
+from dlm_jax.hf import ChatTemplate
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 
@@ -44,7 +44,7 @@ def test_the_harness_cache_is_told():
 
 
 def test_templates_and_names():
-    chat = TextTemplate("{{ messages[0].content }}", text_tokenizer=MODEL.tokenizer)
+    chat = ChatTemplate("{{ messages[0].content }}", MODEL.tokenizer)
     made = Evaluated(model=dataclasses.replace(MODEL, chat=chat))
     assert made.apply_chat_template([{"role": "user", "content": "The cat"}]) == "The cat"
     assert made.chat_template(True) == chat.source and made.chat_template(False) == ""

@@ -9,7 +9,7 @@ import serving_cases
 import toy_model
 from serving_cases import client_of, post, serving
 
-from dlm_jax.hf import TextTemplate
+from dlm_jax.hf import ChatTemplate
 from dlm_jax.serving.tools import Calls, pattern_of
 
 TEXT = '{}"name": fgaruets, 0123456789-n\n[]bcdh{}'
@@ -21,7 +21,7 @@ TEMPLATE = (
 _TOY = toy_model.of(TEXT)
 MODEL = dataclasses.replace(
     _TOY, max_length=64, sample=dataclasses.replace(serving_cases.MODEL.sample, steps=64),
-    chat=TextTemplate(TEMPLATE, text_tokenizer=_TOY.tokenizer),
+    chat=ChatTemplate(TEMPLATE, _TOY.tokenizer),
 )  # fmt: skip
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 TOOLS = [
