@@ -179,8 +179,8 @@ class Trunk:
         """The hidden vectors after all layers and the final norm, and the update of the cache.
 
         ``attend(name, old, q, k, v)`` returns the output of attention and the keys and values to
-        cache, for a layer of the stack `name`. ``old`` is the cache of the layer: keys, values, and
-        the index of the layer if they are those of all layers of the stack. Blocks also get
+        cache, for a layer of the stack `name`. ``old`` are cached keys and values, of this layer
+        and None, or of all layers of the stack and the index of this one. Blocks also get
         `context`.
         """
         stacks, num_groups = self.layers(params), len(self.config.layers["full_blocks"]) or 1
@@ -204,7 +204,7 @@ class Trunk:
                 # The layers of a stack share one trace. The compiler inlines its calls.
                 traced = jax.jit(functools.partial(run, layers))
                 for _ in range(len(layers)):
-                    old = None if cache is None else cache[len(pieces)]
+                    old = None if cache is None else (*cache[len(pieces)], None)
                     x, piece = traced(x, flat[len(pieces)], old)
                     pieces.append(piece)
             return self.norm(params, x), tuple(pieces)
@@ -244,8 +244,7 @@ class Trunk:
         """
 
         def attend(name: str, old: Any, *qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            q, k, v = qkv
-            *leaves, layer = old if len(old) == 3 else (*old, None)
+            (*leaves, layer), (q, k, v) = old, qkv
             if layer is None:
                 leaves = [x.reshape(*x.shape[:2], -1, k.shape[-1]) for x in leaves]
             own = by_group(k), by_group(v)

@@ -1,11 +1,10 @@
 """Directories load as their authors publish them. References are models of transformers."""
 
-import json
-
 import jax.numpy as jnp
 import numpy as np
 import published_cases as cases
 import pytest
+import transformers_cases as theirs_cases
 
 import dlm_jax
 from dlm_jax.config import Config, ModelConfig, SamplingParams, TrainConfig
@@ -14,41 +13,21 @@ from dlm_jax.hf import read_shape
 from dlm_jax.settings import SettingError
 from dlm_jax.training.init_from import adopt_model
 
-LETTERS = {letter: id_ for id_, letter in enumerate(cases.LETTERS)}
-EOS = len(LETTERS)
+FULL = len(theirs_cases.LETTERS) + len(theirs_cases.SPECIALS)
 
 
-def _tokenizer(directory):
-    """A tokenizer.json in which every id of the vocabulary has a token and none is MASK."""
-    data = json.loads(cases.tokenizer_json())
-    data["added_tokens"] = [
-        {"id": EOS, "content": "</s>", "special": True, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False}
-    ]  # fmt: skip
-    (directory / "tokenizer.json").write_text(json.dumps(data))
-
-
-def _theirs(directory, kind="Llama", **changes):
+def _theirs(directory, kind="llama", **changes):
     """A tiny random model of transformers, saved by transformers; its tokenizer has no MASK."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{
-        "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": EOS + 1, "head_dim": 16,
-        "max_position_embeddings": 64, "eos_token_id": EOS, "bos_token_id": EOS,
-        "pad_token_id": None, "initializer_range": 0.3,
-    } | changes)  # fmt: skip
-    made = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    made.save_pretrained(directory)
-    _tokenizer(directory)
-    return made
+    pytest.importorskip("torch"), pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    return theirs_cases.write(directory, kind, **shape, vocab_size=FULL, **changes)[0]
 
 
 def _near_theirs(model, theirs, length=60):
     """Compares the predictions of all tokens but the first with those of transformers."""
     import torch
 
-    ids = np.random.default_rng(0).integers(0, EOS, length)
+    ids = np.random.default_rng(0).integers(0, FULL, length)
     hidden, _ = model.network.trunk(model.params, jnp.array(ids[None]), jnp.array([length]), None)
     ours = model.network.readout(model.params, hidden[0])[1:]
     start = model.config.model.start_id
@@ -76,7 +55,7 @@ SCALINGS = {
 def test_scaled_rotations_are_those_of_transformers(what, spelling, tmp_path):
     """At positions beyond the original length, in both spellings, and after an export."""
     kind, said = SCALINGS[what]
-    theirs = _theirs(tmp_path / "m", "Qwen2" if kind == "yarn" else "Llama",
+    theirs = _theirs(tmp_path / "m", "qwen2" if kind == "yarn" else "llama",
                      rope_parameters={"rope_type": kind, "rope_theta": 100.0} | said)  # fmt: skip
     if spelling == "rope_scaling":
         cases.edit(tmp_path / "m" / "config.json", rope_parameters=..., rope_theta=100.0,
@@ -123,8 +102,8 @@ def test_a_causal_model_needs_no_mask(tmp_path):
     theirs = _theirs(tmp_path / "m", max_position_embeddings=32)
     model = dlm_jax.load(tmp_path / "m")
     assert isinstance(model.tokenizer, HubTokenizer)
-    assert model.tokenizer.vocab_size == model.network.vocab_size == EOS + 1
-    assert max(model.banned_ids, default=0) < EOS + 1
+    assert model.tokenizer.vocab_size == model.network.vocab_size == FULL
+    assert max(model.banned_ids, default=0) < FULL
     assert from_json(model.tokenizer.to_json()) == model.tokenizer
     _near_theirs(model, theirs, length=20)
     asked = {"gen_length": 5, "steps": 5, "seed": 0}
@@ -147,11 +126,11 @@ def test_training_to_fill_holes_adds_a_mask_and_training_a_causal_model_does_not
     _theirs(tmp_path / "m")
     train = TrainConfig(init_from=str(tmp_path / "m"))
     config, tokenizer = adopt_model(Config(train=train), train.init_from)
-    assert config.model.vocab_size == tokenizer.vocab_size == EOS + 2
-    assert tokenizer.mask_id == EOS + 1
+    assert config.model.vocab_size == tokenizer.vocab_size == FULL + 1
+    assert tokenizer.mask_id == FULL
     model = ModelConfig(attention_type="causal")
     sample = SamplingParams(order="left_to_right")
     config, tokenizer = adopt_model(
         Config(train=train, model=model, sample=sample), train.init_from
     )
-    assert config.model.vocab_size == tokenizer.vocab_size == EOS + 1
+    assert config.model.vocab_size == tokenizer.vocab_size == FULL
