@@ -28,7 +28,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import dlm_jax
 from dlm_jax.data import HubTokenizer
-from dlm_jax.data.shard import ShardingJob, make_shards
+from dlm_jax.data.shard import make_shards
 from dlm_jax.data.shards import INDEX_NAME
 from dlm_jax.hf import read_shape
 
@@ -377,9 +377,9 @@ def write_tokens(model_dir: Path, text: Path, out: Path, *, held_out: float, mar
     for share in (held_out, 0.25, 0.5, 0.75):
         remove(out)
         out.mkdir(parents=True)
-        job = ShardingJob(((str(text), text.stat().st_size),), tokenizer, 1, share, str(out))
+        files = [(str(text), text.stat().st_size)]
         try:
-            make_shards(job, workers=1)
+            make_shards(files, tokenizer, shards=1, held_out=share, out=str(out), workers=1)
             return
         except ValueError as error:
             # Documents are held out by their hash, so a share of few documents can be empty.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dlm_jax.data import shard, train_batches
+from dlm_jax.data import shard, train_batches, train_bpe
 
 TEXTS = [f"document {i} says " + "ab" * (i % 23) for i in range(60)]
 
@@ -25,6 +25,11 @@ def make_shards(tmp_path: Path, name: str = "corpus", *, texts=TEXTS, **flags: o
     options = [part for key, value in given.items() for part in (f"--{key}", str(value))]
     assert shard.main([str(source), *options]) == 0
     return tmp_path / name
+
+
+def write_tokenizer(path: Path) -> Path:
+    path.write_text(train_bpe("".join(TEXTS), 280).content)
+    return path
 
 
 def make_two(tmp_path: Path) -> list[Path]:

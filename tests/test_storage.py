@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import gc
 import os
 import stat
-import time
 from pathlib import Path
 
 import buckets
@@ -19,7 +16,7 @@ import dlm_jax.config as configs
 from dlm_jax.batch.json_lines import Results
 from dlm_jax.data.pipeline import write_tokens
 from dlm_jax.store import save_weights
-from dlm_jax.store.files import check_bucket, copy_whole, located, replacing
+from dlm_jax.store.files import check_bucket, located, replacing
 from dlm_jax.training.metrics import MetricsLog
 from dlm_jax.training.resume import write_config
 
@@ -87,20 +84,6 @@ def test_a_full_disk_is_an_error_of_the_disk_and_leaves_what_was_there(
     assert [found.name for found in tmp_path.iterdir()] == [name]
 
 
-def test_leftovers_of_kills_go_once_they_are_old_and_no_one_else_s_does(tmp_path):
-    old, young, other = (
-        tmp_path / name for name in (".x.1.writing", ".x.2.writing", ".xy.1.writing")
-    )
-    for path in (old, young, other):
-        path.touch()
-    for path in (old, other):
-        os.utime(path, (time.time() - 4000, time.time() - 4000))
-    with replacing(tmp_path / "x") as file:
-        file.write(b"new")
-    assert (tmp_path / "x").read_bytes() == b"new"
-    assert {path.name for path in tmp_path.iterdir()} == {"x", young.name, other.name}
-
-
 def test_an_error_in_the_block_names_its_file_and_not_the_target(tmp_path):
     with pytest.raises(OSError, match="No such file") as error, replacing(tmp_path / "target"):
         os.stat(tmp_path / "absent")
@@ -108,48 +91,19 @@ def test_an_error_in_the_block_names_its_file_and_not_the_target(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-def test_a_directory_that_cannot_be_synced_fails_no_write_and_one_that_is_broken_does(
-    tmp_path, monkeypatch, number
-):
+def test_a_directory_that_cannot_be_synced_fails_no_write(tmp_path, monkeypatch):
     syncing = os.fsync
 
     def files_alone(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         syncing(descriptor)
 
     path = tmp_path / "x"
     monkeypatch.setattr(os, "fsync", files_alone)
-    is_failure = number == errno.EIO
-    with pytest.raises(OSError, match=".") if is_failure else contextlib.nullcontext():  # noqa: SIM117
-        with replacing(path) as file:
-            file.write(b"new")
-    assert path.read_bytes() == b"new"
-
-
-def _fail_to_write(path, size):
     with replacing(path) as file:
-        file.write(b"x" * size)
-        raise RuntimeError("in the block")
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("size", [100, 6 << 20])
-def test_a_block_that_raises_leaves_an_object_as_it_was(size):
-    with buckets.bucket() as url:
-        old, new = located(f"{url}/old"), located(f"{url}/new")
-        old.write_bytes(b"these bytes stay")
-        for path in (old, new):
-            with pytest.raises(RuntimeError, match="in the block"):
-                _fail_to_write(path, size)
-            gc.collect()  # a file that is not closed is closed
-        assert old.read_bytes() == b"these bytes stay"
-        assert buckets.files_under(located(url)) == [old]
-        with replacing(old) as file:
-            file.write(b"y" * size)
-        copy_whole(old, new)
-        assert new.read_bytes() == b"y" * size
+        file.write(b"new")
+    assert path.read_bytes() == b"new"
 
 
 @pytest.mark.filterwarnings("default")
@@ -160,8 +114,8 @@ def test_buckets_that_are_not_there_or_not_open_are_refused_in_one_line(monkeypa
     with buckets.bucket() as url:
         check_bucket("train.checkpoint_dir", f"{url}/deep/inside")
         assert buckets.files_under(located(url)) == []
-        with pytest.raises(ValueError, match="dir=s3://no-such-pail/x does not exist"):
+        with pytest.raises(ValueError, match="dir=s3://no-such-pail/x cannot be read or written"):
             check_bucket("train.checkpoint_dir", "s3://no-such-pail/x")
         monkeypatch.setattr(type(located(url)), "write_bytes", closed)
-        with pytest.raises(ValueError, match=rf"{url} cannot be reached \(Access Denied\); check"):
+        with pytest.raises(ValueError, match=rf"{url} cannot be .*\(Access Denied\); check"):
             check_bucket("train.checkpoint_dir", url)

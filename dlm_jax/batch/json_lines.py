@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from dlm_jax.store.files import Damaged, refused_unless_full, replacing, with_crc, without_crc
+from dlm_jax.store.files import Damaged, refuse_failures, replacing, with_crc, without_crc
 
 Id = str | int
 Key = Id | tuple[Id, int]
@@ -244,7 +244,7 @@ class Results:
         record_path = self.path.with_name(f"{self.path.name}.run")
         with (
             contextlib.ExitStack() as undo,
-            refused_unless_full(self.path, "choose another --output"),
+            refuse_failures(str(self.path), "choose another --output"),
         ):
             writer = undo.enter_context(_open_locked(self.path))
             if os.fstat(writer.fileno()).st_size:
@@ -323,7 +323,7 @@ class Results:
         """Syncs the file to disk and closes it; a second call has no effect."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
-            with writer, refused_unless_full(self.path, "choose another --output"):
+            with writer, refuse_failures(str(self.path), "choose another --output"):
                 os.fsync(writer.fileno())
 
     def _scan(self) -> int:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import dlm_jax.config as configs
 from dlm_jax.batch.json_lines import Key, Line
-from dlm_jax.distributed.partitions import digest_of
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.reader import TextReader, stops_of
@@ -25,6 +24,7 @@ from dlm_jax.inference.request import (
 from dlm_jax.inference.results import Row
 from dlm_jax.sampling.rules import classes_of, with_rules
 from dlm_jax.store.files import own_source
+from dlm_jax.store.weights import digest_of
 from dlm_jax.types import Status
 
 READ_AHEAD = 1024

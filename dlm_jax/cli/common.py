@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import jax
 
 import dlm_jax.config as configs
-from dlm_jax.cli.ends import NotFiniteError, keep_output_for_texts
+from dlm_jax.cli.ends import keep_output_for_texts
 from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.processes import HEARTBEAT_SECONDS
 from dlm_jax.inference.host import HostSampler, shown
@@ -27,7 +27,6 @@ from dlm_jax.inference.model import Model, load
 from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.rules import BUILT_IN, classes_of, with_rules
 from dlm_jax.settings import UNSET, Rule, SettingError, nearest
-from dlm_jax.store import not_finite
 from dlm_jax.store.weights import DEFAULT, SHIPPED
 
 CHECKPOINT = (
@@ -234,18 +233,11 @@ def load_model(
     dtype: str | None = None,
     ignore_config: Sequence[str] = (),
 ) -> Model:
-    """A model from `dlm_jax.load`, whose parameters are finite."""
-    model = load(
+    """A model from `dlm_jax.load`."""
+    return load(
         path,
         mesh=mesh,
         dtype=dtype,
         ignore_config=ignore_config,
         report=lambda line: print(line, file=sys.stderr),
     )
-    broken = not_finite(model.params)
-    if broken is not None:
-        raise NotFiniteError(
-            f"{path or DEFAULT}: the parameter {broken} is not finite, so the model "
-            "is unusable; load an earlier checkpoint, or train again"
-        )
-    return model

@@ -42,7 +42,6 @@ from dlm_jax.data.shards import (
 )
 from dlm_jax.data.text import Document, Source
 from dlm_jax.data.tokenizers import (
-    HubTokenizer,
     Tokenizer,
     make_tokenizer,
     prefix_of,
@@ -237,7 +236,7 @@ def _load_windows(
     missing = [number for number, path in enumerate(paths) if not is_intact(path)]
     try:
         # Both parts are encoded before either of them is written, so that an error leaves no file.
-        encoded = [(paths[number], _encode(coder, parts[number])) for number in missing]
+        encoded = [(paths[number], coder.encode(parts[number])) for number in missing]
     except ValueError:
         # The error names the document and the position in it.
         for _ in _encode_documents(coder, documents):
@@ -274,15 +273,6 @@ def _cache_key(sha256: str, tokenizer: Tokenizer, held_out: float, *more: Any) -
     return hashlib.sha256(encoded).hexdigest()[:32]
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """The ids of a text; ValueError for a character without one, which a published tokenizer can
-    drop.
-    """
-    if isinstance(tokenizer, HubTokenizer):
-        tokenizer.refuse_lost(text)
-    return tokenizer.encode(text)
-
-
 def _encode_documents(
     tokenizer: Tokenizer,
     documents: Sequence[Document],
@@ -295,7 +285,7 @@ def _encode_documents(
         try:
             if document.messages and chat is not None:
                 for message in document.messages:
-                    _encode(tokenizer, message["content"])
+                    tokenizer.encode(message["content"])
                 # The template itself writes BOS, as in a chat.
                 for given, ids in chat.turns(document.messages):
                     # Every row ends with EOS, which a template can write, too.
@@ -303,9 +293,9 @@ def _encode_documents(
                     yield document.name, given, ids[: ends[0]] if ends.size else ids
                 continue
             if document.prompt is not None:
-                prompt = _encode(tokenizer, document.prompt)
+                prompt = tokenizer.encode(document.prompt)
                 given = np.concatenate([np.array(prefix_ids, np.int32), prompt])
-            ids = _encode(tokenizer, document.text)
+            ids = tokenizer.encode(document.text)
         except ValueError as error:
             raise ValueError(f"{document.name}: {error}") from None
         yield document.name, given, ids

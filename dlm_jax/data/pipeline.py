@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from dlm_jax.data.shards import ShardMixture, TokenShards, joined
-from dlm_jax.store.files import crc_of, refused_unless_full, replacing
+from dlm_jax.store.files import crc_of, refuse_failures, replacing
 
 _CHECKSUM_BYTES = 4
 # The CRC32 of any bytes followed by their own CRC32.
@@ -56,7 +56,7 @@ def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:
       OSError: the disk is full.
     """
     remedy = "set DLM_JAX_CACHE to a writable directory with free space"
-    with refused_unless_full(f"the token file {path}", remedy):
+    with refuse_failures(f"the token file {path}", remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as file:
             np.save(file, np.ascontiguousarray(ids, id_dtype(vocab_size)))

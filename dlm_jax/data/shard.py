@@ -12,7 +12,7 @@ tokenizer, the number of shards and the held-out fraction, but not on the number
 from __future__ import annotations
 
 import argparse
-import glob
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -20,7 +20,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,16 +28,22 @@ from array_record.python import array_record_module  # pyright: ignore
 
 from dlm_jax.data.pipeline import id_dtype
 from dlm_jax.data.shards import INDEX_NAME, PARTS, Index, Shard, fingerprint
-from dlm_jax.data.text import Document, is_json, is_json_lines, parse_line, read_jsonl
+from dlm_jax.data.text import (
+    Document,
+    is_json,
+    is_json_lines,
+    match_files,
+    parse_line,
+    read_jsonl,
+)
 from dlm_jax.data.tokenizers import Tokenizer, make_tokenizer
 from dlm_jax.store.files import (
     check_bucket,
-    check_regular,
     copy_whole,
+    crc_of,
     is_remote,
     located,
-    reachable,
-    size_and_crc,
+    refuse_failures,
 )
 
 RECORD_TOKENS = 16_384
@@ -46,8 +51,10 @@ RECORD_TOKENS = 16_384
 that are read but not used at row boundaries.
 """
 
-_SAMPLE_BYTES = 64 << 20
-"""Size of the text that bpe:N is trained on."""
+_REMEDY = "check the path, the permissions and the network"
+
+Files = Sequence[tuple[str, int]]
+"""Paths of files and their sizes in bytes."""
 
 
 class _ArgumentParser(argparse.ArgumentParser):
@@ -56,7 +63,6 @@ class _ArgumentParser(argparse.ArgumentParser):
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags after checking; ``files`` contains paths and sizes."""
     parser = _ArgumentParser(
         prog="python -m dlm_jax.data.shard",
         description=__doc__,
@@ -66,7 +72,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="paths or globs, in any order")
     add("--out", required=True, metavar="DIR", help="directory or URL to write to")
-    add("--tokenizer", default="byte", help="byte, bpe:N or a tokenizer.json")
+    add("--tokenizer", default="byte", help="byte or the path of a tokenizer.json")
     add("--shards", type=int, default=16, help="number of shards (16)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes (one per core)")
     add("--held-out", type=float, default=0.01, help="fraction of documents to hold out (0.01)")
@@ -76,32 +82,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError(f"--{name}={getattr(args, name)} is outside [1, 100000]")
     if not 0 < args.held_out < 1:
         raise ValueError(f"--held-out={args.held_out} is outside (0, 1); 0.01 holds out 1%")
-    paths: set[str] = set()
-    for pattern in args.files:
-        check_regular(pattern)
-        matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-        files = {os.path.abspath(path) for path in matches if os.path.isfile(path)}
-        if not files:
-            raise ValueError(f"{pattern} is no file and matches none; pass a path or a glob")
-        paths |= files
-    args.files = tuple((path, os.path.getsize(path)) for path in sorted(paths))
+    if args.tokenizer == "character" or args.tokenizer.startswith("bpe:"):
+        raise ValueError(
+            f"--tokenizer={args.tokenizer} reads the whole text; use byte or a tokenizer.json"
+        )
     return args
 
 
-@dataclass(frozen=True)
-class ShardingJob:
-    """The inputs that all workers share; `files` are paths and sizes in bytes."""
-
-    files: tuple[tuple[str, int], ...]
-    tokenizer: Tokenizer
-    num_shards: int
-    held_out: float
-    out: str
-
-
-def documents_of(
-    files: Sequence[tuple[str, int]], number: int, num_spans: int
-) -> Iterator[Document]:
+def documents_of(files: Files, number: int, num_spans: int) -> Iterator[Document]:
     """Yields each document that begins in span `number` of `num_spans` equal spans of bytes."""
     total = sum(size for _, size in files)
     begin, end = (total * n // num_spans for n in (number, number + 1))
@@ -175,81 +163,79 @@ class _Writer:
             self._temporary.unlink()
             return None
         os.replace(self._temporary, self._path)
-        size, crc = size_and_crc(located(self._path))
-        return Shard(self._path.name, size, crc, self._tokens, self._documents, self._characters)
+        with self._path.open("rb") as file:
+            crc = crc_of(file)
+        return Shard(
+            self._path.name,
+            self._path.stat().st_size,
+            crc,
+            self._tokens,
+            self._documents,
+            self._characters,
+        )
 
 
-def write_shard(job: ShardingJob, number: int) -> dict[str, Shard | None]:
+def _write_shard(
+    files: Files, tokenizer: Tokenizer, num_shards: int, held_out: float, out: str, number: int
+) -> dict[str, Shard | None]:
     """Writes and returns the training shard and the held-out shard of one span of the files."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary if is_remote(job.out) else job.out)
-        ending = f"{number:05d}-of-{job.num_shards:05d}.array_record"
-        writers = {part: _Writer(folder / f"{part}-{ending}", job.tokenizer) for part in PARTS}
-        for document in documents_of(job.files, number, job.num_shards):
+        folder = Path(temporary if is_remote(out) else out)
+        ending = f"{number:05d}-of-{num_shards:05d}.array_record"
+        writers = {part: _Writer(folder / f"{part}-{ending}", tokenizer) for part in PARTS}
+        for document in documents_of(files, number, num_shards):
             document.check_plain("train on the file directly with data.layout=documents")
-            part = "val" if _is_held_out(document.text, job.held_out) else "train"
-            writers[part].add(document.name, document.text)
+            digest = hashlib.sha256(document.text.encode()).digest()
+            is_held_out = int.from_bytes(digest[:8], "big") < held_out * 2**64
+            writers["val" if is_held_out else "train"].add(document.name, document.text)
         shards = {part: writer.close() for part, writer in writers.items()}
         for shard in shards.values():
-            if shard is not None and is_remote(job.out):
-                with reachable("--out", job.out):
-                    copy_whole(located(folder / shard.name), located(job.out) / shard.name)
+            if shard is not None and is_remote(out):
+                with refuse_failures(f"--out={out}", _REMEDY):
+                    copy_whole(located(folder / shard.name), located(out) / shard.name)
     return shards
 
 
-def make_shards(job: ShardingJob, *, workers: int) -> Index:
+def make_shards(
+    files: Files, tokenizer: Tokenizer, *, shards: int, held_out: float, out: str, workers: int
+) -> Index:
     """Writes the corpus with `workers` processes, then writes and returns its index."""
-    tasks = [(job, number) for number in range(job.num_shards)]
+    write = functools.partial(_write_shard, files, tokenizer, shards, held_out, out)
     if workers == 1:
-        written = [write_shard(*task) for task in tasks]
+        written = [*map(write, range(shards))]
     else:
-        with multiprocessing.get_context("spawn").Pool(min(workers, job.num_shards)) as pool:
-            written = pool.starmap(write_shard, tasks, chunksize=1)
+        with multiprocessing.get_context("spawn").Pool(min(workers, shards)) as pool:
+            written = pool.map(write, range(shards), chunksize=1)
     train, val = (tuple(s for one in written if (s := one[part]) is not None) for part in PARTS)
     if not (train and val):
         raise ValueError("no documents are held out or left; use more documents or --held-out")
-    dtype = id_dtype(job.tokenizer.vocab_size).newbyteorder("<").str
-    index = Index(job.tokenizer, dtype, RECORD_TOKENS, train, val)
-    index.write(located(job.out))
+    dtype = id_dtype(tokenizer.vocab_size).newbyteorder("<").str
+    index = Index(tokenizer, dtype, RECORD_TOKENS, train, val)
+    index.write(located(out))
     return index
-
-
-def choose_tokenizer(kind: str, files: Sequence[tuple[str, int]], *, held_out: float) -> Tokenizer:
-    """Returns the tokenizer for `kind`: ``byte``, a ``tokenizer.json``, or ``bpe:N``.
-
-    A BPE is trained on the first documents of 64 equal spans of the files, without held-out
-    documents and up to about 64 MiB in total.
-    """
-    if kind == "character":
-        raise ValueError(
-            "--tokenizer character requires the whole text in memory; use byte or bpe:N"
-        )
-    texts: list[str] = []
-    for number in range(64 * kind.startswith("bpe:")):
-        taken = 0
-        for document in documents_of(files, number, 64):
-            if taken >= _SAMPLE_BYTES // 64:
-                break
-            if not _is_held_out(document.text, held_out):
-                texts.append(document.text)
-                taken += len(document.text.encode())
-    return make_tokenizer(kind, "\n".join(texts))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Builds the corpus and returns the exit code (docs/exit_codes.md)."""
     try:
         args = _parse(argv)
-        coder = choose_tokenizer(args.tokenizer, args.files, held_out=args.held_out)
+        paths = sorted({path.absolute() for pattern in args.files for path in match_files(pattern)})
+        tokenizer = make_tokenizer(args.tokenizer, "")
         check_bucket("--out", args.out)
-        with reachable("--out", args.out):
+        with refuse_failures(f"--out={args.out}", _REMEDY):
             if (located(args.out) / INDEX_NAME).exists():
                 raise ValueError(
                     f"--out={args.out} already contains a corpus; choose another directory"
                 )
             located(args.out).mkdir(parents=True, exist_ok=True)
-        job = ShardingJob(args.files, coder, args.shards, args.held_out, args.out)
-        index = make_shards(job, workers=args.workers)
+        index = make_shards(
+            [(str(path), path.stat().st_size) for path in paths],
+            tokenizer,
+            shards=args.shards,
+            held_out=args.held_out,
+            out=args.out,
+            workers=args.workers,
+        )
     except ValueError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -260,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = {part: sum(s.tokens for s in getattr(index, part)) for part in PARTS}
     print(
         f"{args.out}: {len(index.train)} shards of {tokens['train']:,} training tokens, "
-        f"{tokens['val']:,} held out, vocabulary {coder.vocab_size}",
+        f"{tokens['val']:,} held out, vocabulary {tokenizer.vocab_size}",
         file=sys.stderr,
     )
     return 0

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import errno
 import hashlib
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -39,15 +39,14 @@ from etils import epath
 
 from dlm_jax.data.tokenizers import Tokenizer, from_json
 from dlm_jax.store.files import (
-    Damaged,
     copy_whole,
+    crc_of,
+    is_full,
     is_remote,
     located,
-    reachable,
-    read_line,
+    refuse_failures,
     said,
-    size_and_crc,
-    write_line,
+    write_whole,
 )
 
 INDEX_NAME = "index.json"
@@ -89,7 +88,13 @@ class Index:
         return hashlib.sha256(self._line().encode("ascii")).hexdigest()
 
     def write(self, directory: epath.Path) -> None:
-        write_line(directory / INDEX_NAME, self._line())
+        path, line = directory / INDEX_NAME, self._line()
+        content = (line + _ending(line)).encode()
+        path.write_bytes(content) if is_remote(path) else write_whole(path, content)
+
+
+def _ending(line: str) -> str:
+    return f"\n{zlib.crc32(line.encode()):08x}\n"
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -100,13 +105,12 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 def read_index(directory: str) -> Index:
     path = located(directory) / INDEX_NAME
-    with reachable("data.source", directory):
-        try:
-            facts = json.loads(read_line(path))
-        except Damaged:
-            raise ValueError(
-                f"{path} is damaged: its checksum is wrong; copy the corpus again"
-            ) from None
+    with refuse_failures(f"data.source={directory}", "check the path and the permissions"):
+        content = path.read_bytes().decode(errors="replace")
+    line = content.partition("\n")[0]
+    if content != line + _ending(line):
+        raise ValueError(f"{path} is damaged: its checksum is wrong; copy the corpus again")
+    facts = json.loads(line)
     if facts["format"] != _FORMAT:
         raise ValueError(
             f"{path} has format {facts['format']}, but this program reads {_FORMAT}; rebuild the "
@@ -165,13 +169,11 @@ class TokenShards:
         return lru_cache(maxsize=_MAX_OPEN)(self._open)
 
     def read_into(self, ids: np.ndarray, start: int) -> None:
-        done, shard = 0, bisect.bisect_right(self._starts, start) - 1
-        while done < len(ids):
-            first = start + done - self._starts[shard]
-            stop = min(first + len(ids) - done, self.shards[shard].tokens)
-            if stop > first:
-                ids[done : done + stop - first] = self._stretch(shard, first, stop)
-                done += stop - first
+        """Copies the ids from `start` on into `ids`, `[n]`."""
+        stop, shard = start + len(ids), bisect.bisect_right(self._starts, start) - 1
+        while shard < len(self.shards) and (base := self._starts[shard]) < stop:
+            first, last = max(start, base), min(stop, self._starts[shard + 1])
+            ids[first - start : last - start] = self._stretch(shard, first - base, last - base)
             shard += 1
 
     def _stretch(self, shard: int, first: int, stop: int) -> np.ndarray:
@@ -180,18 +182,20 @@ class TokenShards:
         try:
             # The first record is the header.
             parts = self._reader(shard).read(record + 1, last + 2)
-        except (RuntimeError, IndexError, OSError) as error:
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                raise  # the disk of copies is full
+            skipped = first - record * self.record_tokens
+            ids = np.frombuffer(b"".join(parts), self.dtype)[skipped : skipped + stop - first]
+            if len(ids) < stop - first:
+                raise ValueError("it has fewer tokens than its index lists")
+        except DamagedShard:
+            raise
+        except (RuntimeError, IndexError, ValueError, OSError) as error:
+            if is_full(error):
+                raise  # the disk of copies
             raise DamagedShard(
                 f"{self.paths[shard]} is damaged at record {record + 1} ({said(error)}); copy it "
                 "again"
             ) from None
-        ids = np.frombuffer(b"".join(parts), self.dtype)
-        skipped = first - record * self.record_tokens
-        if len(ids) < skipped + stop - first:
-            raise DamagedShard(f"{self.paths[shard]} has fewer tokens than its index lists")
-        return ids[skipped : skipped + stop - first]
+        return ids
 
     def _open(self, shard: int) -> Any:
         path, facts, local = self.paths[shard], self.shards[shard], self._local(shard)
@@ -219,9 +223,11 @@ class TokenShards:
         copy = Path(self.cache_dir) / f"{origin}-{facts.name}"
         if not copy.exists() or copy.stat().st_size != facts.num_bytes:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            with reachable("data.source", path):
+            with refuse_failures(f"data.source={path}", "check the network"):
                 copy_whole(located(path), located(copy))
-            if size_and_crc(located(copy)) != (facts.num_bytes, facts.crc32):
+            with copy.open("rb") as file:
+                crc = crc_of(file)
+            if (copy.stat().st_size, crc) != (facts.num_bytes, facts.crc32):
                 copy.unlink()
                 raise DamagedShard(f"{path} has a wrong checksum; copy the shard again")
         return str(copy)

@@ -216,7 +216,7 @@ def read_documents(source: Source) -> tuple[Document, ...]:
     paths: dict[Path, Path] = {}
     for pattern in patterns:
         if pattern not in NAMED:
-            paths |= {path.resolve(): path for path in _match(pattern)}
+            paths |= {path.resolve(): path for path in match_files(pattern)}
     for path in sorted(paths.values()):
         content = _read(path)
         if is_json_lines(path) or is_json(path):
@@ -277,7 +277,8 @@ def names_of(source: Source) -> list[str]:
     return [os.fspath(pattern) for pattern in several]
 
 
-def _match(pattern: str) -> list[Path]:
+def match_files(pattern: str) -> list[Path]:
+    """The files of a path or a glob; `**` matches nested folders."""
     path = Path(os.path.expanduser(pattern))
     if path.is_dir():
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import tokenizers
@@ -157,7 +158,7 @@ def utf8(text: str) -> bytes:
         ) from None
 
 
-class _Stored:
+class _Base:
     """A tokenizer that is stored and pickled as the fields of its dataclass."""
 
     kind: ClassVar[str]
@@ -170,20 +171,18 @@ class _Stored:
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        names = [one.name for one in dataclasses.fields(self) if one.init]  # type: ignore[arg-type]
-        keys = ["tokenizer_json" if name == "content" else name for name in names]
-        return {"type": self.kind} | {
-            key: getattr(self, n) for key, n in zip(keys, names, strict=True)
-        }
+        fields = [one.name for one in dataclasses.fields(self) if one.init]  # type: ignore[arg-type]
+        values = {("tokenizer_json" if n == "content" else n): getattr(self, n) for n in fields}
+        return {"type": self.kind} | values
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_json, (self.to_json(),)
 
 
-class _WithSpecials(_Stored):
+class _WithSpecials(_Base):
     """A tokenizer whose special tokens follow its text ids."""
 
-    def _set_ids(self, num_text_ids: int, *, never: tuple[int, ...] = ()) -> None:
+    def _set_ids(self, num_text_ids: int, never: tuple[int, ...] = ()) -> None:
         self.num_text_ids = num_text_ids
         self.vocab_size = num_text_ids + len(SPECIALS)
         self.mask_id, self.pad_id, self.bos_id, self.eos_id = range(num_text_ids, self.vocab_size)
@@ -206,7 +205,7 @@ class ByteTokenizer(_WithSpecials):
     kind = "byte"
 
     def __post_init__(self) -> None:
-        self._set_ids(256, never=NEVER_IN_UTF8)
+        self._set_ids(256, NEVER_IN_UTF8)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
@@ -238,39 +237,27 @@ class CharacterTokenizer(_WithSpecials):
                 "use CharacterTokenizer.of(text)"
             )
         self._set_ids(len(self.characters))
+        self._ids = {character: id_ for id_, character in enumerate(self.characters)}
 
     @classmethod
     def of(cls, text: str) -> CharacterTokenizer:
         """The tokenizer for the characters in `text`. Raises ValueError if `text` is empty."""
         return cls("".join(sorted(set(text))))
 
-    @cached_property
-    def _points(self) -> np.ndarray:
-        return _code_points(self.characters)
-
     def encode(self, text: str) -> np.ndarray:
-        points = _code_points(text)
-        ids = np.searchsorted(self._points, points).astype(np.int32)
-        is_known = self._points[np.minimum(ids, self.num_text_ids - 1)] == points
-        if not is_known.all():
-            _refuse(text, int(np.argmin(is_known)))
-        return ids
+        try:
+            return np.fromiter(map(self._ids.__getitem__, text), np.int32, len(text))
+        except KeyError as error:
+            _refuse(text, text.index(error.args[0]))
 
     def decode(self, ids: Any) -> str:
-        points = self._points[self._text_ids(ids)]
-        return points.astype("<u4").tobytes().decode("utf-32-le", errors="surrogatepass")
+        return "".join(map(self.characters.__getitem__, self._text_ids(ids).tolist()))
 
     def piece_id(self, piece: str) -> int | None:
-        position = self.characters.find(piece) if len(piece) == 1 else -1
-        return None if position < 0 else position
+        return self._ids.get(piece)
 
 
-def _code_points(text: str) -> np.ndarray:
-    """Unicode code points of `text`, uint32 `[n]`, including lone surrogates."""
-    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), "<u4")
-
-
-def _refuse(text: str, position: int) -> None:
+def _refuse(text: str, position: int) -> NoReturn:
     raise ValueError(
         f"the character {text[position]!a} (U+{ord(text[position]):04X}) at position {position} "
         "has no id in this tokenizer; remove it, or train a model with the byte tokenizer"
@@ -308,17 +295,18 @@ _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTED)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTED}
 _BYTE_OF |= {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
+_NEVER_NAMED = {name for name, byte in _BYTE_OF.items() if byte in NEVER_IN_UTF8}
 
 
 @dataclass(unsafe_hash=True)
-class _OfFile(_Stored):
-    """A tokenizer in the text `content` of a `tokenizer.json`."""
+class _OfFile(_Base):
+    """A tokenizer in the text `content` of a `tokenizer.json`. Text never becomes a special token.
+
+    A subclass sets `mask_id`, `pad_id`, `bos_id`, `eos_id`, `vocab_size` and `banned_ids`.
+    """
 
     content: str
-    _backend: tokenizers.Tokenizer = field(init=False, repr=False, compare=False)
     mask_id: int = field(init=False, repr=False, compare=False)
-    vocab_size: int = field(init=False, repr=False, compare=False)
-    textless_ids: frozenset[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -333,59 +321,123 @@ class _OfFile(_Stored):
     def _read(self, data: Any) -> None:
         raise NotImplementedError
 
-    def _find_losses(self, data: Any) -> None:
-        """Notes the id of unknown characters, and whether the model can drop a character."""
-        model, backend = data["model"], self._backend
-        name, vocabulary = model.get("unk_token"), backend.get_vocab(with_added_tokens=True)
-        self._unknown_id = model.get("unk_id") if name is None else backend.token_to_id(name)
+    def _set_content(self, data: Any) -> None:
+        self.content = json.dumps(data, separators=(",", ":"))
+        self._backend = _backend(self.content)
+        self._vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        if max(self._vocabulary.values()) >= MOST_IDS:
+            raise ValueError(f"it has more than {MOST_IDS} ids")
+
+    def _set_specials(self, data: Any, specials: Iterable[int | None]) -> None:
+        model, names = data["model"], self._vocabulary
+        self._specials = [id_ for id_ in specials if id_ not in (None, NO_MASK)]
+        self.vocab_size = 1 + max(*names.values(), *self._specials)
+        self._empty = set(range(self.vocab_size)).difference(names.values())
+        self._added = {token["content"]: token.get("special") for token in _added_in(data)}
+        declared = {name for name, is_special in self._added.items() if is_special}
+        self.textless_ids = frozenset((*self._specials, *(names[name] for name in declared)))
+        # Names of special tokens that the file does not declare special.
+        self._unmarked = frozenset(map(self.token, self._specials)) - declared
+        name = model.get("unk_token")
+        self._unknown_id = model.get("unk_id") if name is None else names.get(name)
         steps = json.dumps([data.get("pre_tokenizer"), data.get("normalizer")])
-        self._has_bytes = '"ByteLevel"' in steps and all(
-            name in vocabulary for name, byte in _BYTE_OF.items() if byte not in NEVER_IN_UTF8
-        )
-        self._may_drop = "merges" in model and not (
-            self._has_bytes or model.get("byte_fallback") or self._unknown_id is not None
+        has_bytes = '"ByteLevel"' in steps and _BYTE_OF.keys() - names.keys() <= _NEVER_NAMED
+        self._may_lose = not (has_bytes or model.get("byte_fallback"))
+        self._may_cut = (
+            has_bytes
+            and "merges" in model
+            and data.get("normalizer") is None
+            and _PLAIN_BYTE_LEVEL.items() <= {"use_regex": True, **data["pre_tokenizer"]}.items()
+            and self._added.keys() <= declared | self._unmarked
         )
 
     @cached_property
-    def _textless_N(self) -> np.ndarray:
-        return np.array(sorted(self.textless_ids))
+    def _plain(self) -> tokenizers.Tokenizer:
+        """A tokenizer that never encodes text as a special token."""
+        return _backend(self.content, self._unmarked)
+
+    def encode(self, text: str) -> np.ndarray:
+        utf8(text)
+        if self._may_lose:
+            ids = self._encode_checked(text)
+        else:
+            parts, chunks = (
+                [np.zeros(0, np.int32)],
+                _chunks(text) if self._may_cut else iter([text]),
+            )
+            while some := list(islice(chunks, _CHUNKS_AT_ONCE)):
+                # Unlike `encode`, this method lets other threads run.
+                encoded = self._plain.encode_batch_fast(some, add_special_tokens=False)
+                parts += [np.array(encoding.ids, np.int32) for encoding in encoded]
+            ids = np.concatenate(parts)
+        self._refuse_specials(ids)
+        return ids
+
+    def _encode_checked(self, text: str) -> np.ndarray:
+        """The ids of a text of which the model could lose a character."""
+        try:
+            (encoding,) = self._plain.encode_batch([text], add_special_tokens=False)
+        # The library raises plain Exception if the model has no unknown token.
+        except Exception as error:
+            raise ValueError(
+                f"this tokenizer cannot encode the text ({error}); "
+                "remove the unknown characters, or train a model with the byte tokenizer"
+            ) from None
+        ids = np.array(encoding.ids, np.int32)
+        self._refuse_lost(text, ids, encoding.offsets)
+        return ids
+
+    def _refuse_lost(self, text: str, ids: np.ndarray, offsets: list[tuple[int, int]]) -> None:
+        """Raises ValueError for the first character of `text` that the model drops.
+
+        That is one that no token covers, other than white space and characters that the normalizer
+        removes, such as combining marks. Only a BPE without an unknown token drops characters.
+        """
+        if self._unknown_id is not None:
+            return
+        ends = np.array(offsets, np.int64).reshape(-1, 2)
+        change = np.bincount(ends[:, 0], minlength=len(text) + 1)
+        change -= np.bincount(ends[:, 1], minlength=len(text) + 1)
+        normalizer = self._plain.normalizer
+        for position in np.flatnonzero(np.cumsum(change)[:-1] == 0):
+            character = text[position]
+            if normalizer is not None:
+                character = normalizer.normalize_str(character)
+            if character.strip():
+                _refuse(text, int(position))
+
+    def _refuse_specials(self, ids: np.ndarray, *more: int) -> None:
+        """Raises ValueError for a special token or `more`, whose name can be a vocabulary word."""
+        found = ids[np.isin(ids, (*self._specials, *more))]
+        if found.size and found[0] != self._unknown_id:
+            raise ValueError(
+                f"the text contains {self.token(found[0])!r}, which this tokenizer reserves; "
+                "remove it from the text"
+            )
 
     def decode(self, ids: Any) -> str:
+        # A hole has no text; the MASK of a causal model is outside its vocabulary.
         array = np.asarray(ids)
-        if array.ndim == 1:
-            # A hole has no text; the MASK of a causal model is outside its vocabulary.
-            array = array[array != self.mask_id]
-        array = _checked_ids(array, self.vocab_size)
-        is_text = ~np.isin(array, self._textless_N)
-        return self._backend.decode(array[is_text].tolist(), skip_special_tokens=True)
+        array = _checked_ids(array[array != self.mask_id], self.vocab_size)
+        text_ids = [id_ for id_ in array.tolist() if id_ not in self.textless_ids]
+        return self._backend.decode(text_ids, skip_special_tokens=True)
 
     def bytes_of(self, id_: int) -> bytes | None:
         if id_ in self.textless_ids:
             return b""
-        return _bytes_in(self._backend.id_to_token(id_) or "", str(self._backend.decoder))
+        return _bytes_in(self.token(id_), str(self._backend.decoder))
 
-    def refuse_lost(self, text: str) -> None:
-        """Raises ValueError for a character of `text` for which the model has no token, and that it
-        would drop without a word.
-        """
-        if self._may_drop:
-            offsets = self._backend.encode(text, add_special_tokens=False).offsets
-            _refuse_uncovered(text, offsets, self._backend.normalizer)
+    def piece_id(self, piece: str) -> int | None:
+        ids = self._plain.encode(piece, add_special_tokens=False).ids
+        return ids[0] if len(ids) == 1 and self.decode(ids) == piece else None
 
+    def token(self, id_: int) -> str:
+        """The name of a token in the file; empty for an id without a name."""
+        return self._backend.id_to_token(id_) or ""
 
-def _refuse_uncovered(text: str, offsets: list[tuple[int, int]], normalizer: Any = None) -> None:
-    """Raises ValueError for the first character that no token covers, other than white space and
-    characters that the normalizer removes, such as combining marks.
-    """
-    ends = np.array(offsets, np.int64).reshape(-1, 2)
-    change = np.bincount(ends[:, 0], minlength=len(text) + 1)
-    change -= np.bincount(ends[:, 1], minlength=len(text) + 1)
-    for position in np.flatnonzero(np.cumsum(change)[:-1] == 0):
-        character = text[position]
-        if normalizer is not None:
-            character = normalizer.normalize_str(character)
-        if character.strip():
-            _refuse(text, int(position))
+    def id_of(self, token: str) -> int | None:
+        """The id of the token named `token`, or None."""
+        return self._vocabulary.get(token)
 
 
 def _bytes_in(name: str, decoder: str) -> bytes | None:
@@ -437,86 +489,40 @@ class SubwordTokenizer(_OfFile):
             raise ValueError(f"{path}: {error}") from None
 
     def _read(self, data: Any) -> None:
-        self.content = json.dumps(data, separators=(",", ":"))
-        model, added = data["model"], data.get("added_tokens") or []
-        model.pop("dropout", None)
-        text = json.dumps(data | {"truncation": None, "padding": None})
-        self._backend = backend = tokenizers.Tokenizer.from_str(text)
-        self._names = _find_specials(token["content"] for token in added)
-        backend.add_special_tokens(list(self._names.values()))
-        backend.encode_special_tokens = True
-        self._vocabulary = backend.get_vocab(with_added_tokens=True)
-        num_tokens = max(self._vocabulary.values()) + 1
-        # The number of ids is checked before memory is allocated for each id.
-        if num_tokens > MOST_IDS:
-            raise ValueError(f"it has more than {MOST_IDS} ids")
-        missing = [role for role in SPECIALS if role not in self._names]
-        self.vocab_size = num_tokens + len(missing)
-        self._specials = {role: num_tokens + place for place, role in enumerate(missing)}
-        self._specials |= {role: self._vocabulary[name] for role, name in self._names.items()}
-        ids = (self._specials[role] for role in SPECIALS)
-        self.mask_id, self.pad_id, self.bos_id, self.eos_id = ids
-        self._find_losses(data)
-        empty = set(range(num_tokens)) - set(self._vocabulary.values())
-        textless = empty | {*self._specials.values(), self._unknown_id}
-        self.textless_ids = frozenset(id_ for id_ in textless if id_ is not None)
-        decoder, never = str(backend.decoder), set(NEVER_IN_UTF8)
-        learnt = backend.get_vocab(with_added_tokens=False).items()
+        self._set_content(data)
+        named = _find_specials(token["content"] for token in _added_in(data))
+        following = itertools.count(max(self._vocabulary.values()) + 1)
+        self._roles = {
+            role: self._vocabulary[named[role]] if role in named else next(following)
+            for role in SPECIALS
+        }
+        self.mask_id, self.pad_id, self.bos_id, self.eos_id = self._roles.values()
+        self._set_specials(data, self._roles.values())
+        self.textless_ids |= self._empty | ({self._unknown_id} - {None})
+        decoder, never = str(self._backend.decoder), set(NEVER_IN_UTF8)
+        learnt = self._backend.get_vocab(with_added_tokens=False).items()
         impossible = {id_ for name, id_ in learnt if never & {*(_bytes_in(name, decoder) or b"")}}
-        self.banned_ids = tuple(sorted((self.textless_ids | impossible) - {self.eos_id}))
-        self._may_cut = (
-            self._has_bytes
-            and "merges" in model
-            and data.get("normalizer") is None
-            and _PLAIN_BYTE_LEVEL.items() <= {"use_regex": True, **data["pre_tokenizer"]}.items()
-            and all(token["special"] or token["content"] in self._names.values() for token in added)
-        )
+        banned = {*self._specials, *self._empty, *impossible, self._unknown_id} - {
+            self.eos_id,
+            None,
+        }
+        self.banned_ids = tuple(sorted(banned))
+        self._may_lose |= self._unknown_id is not None
 
-    def encode(self, text: str) -> np.ndarray:
-        utf8(text)
-        if self._may_cut:
-            parts, chunks = [np.zeros(0, np.int32)], _chunks(text)
-            while some := list(islice(chunks, _CHUNKS_AT_ONCE)):
-                encoded = self._backend.encode_batch_fast(some, add_special_tokens=False)
-                parts += [np.array(encoding.ids, np.int32) for encoding in encoded]
-            ids = np.concatenate(parts)
-        else:
-            try:
-                # Unlike `encode`, this method lets other threads run.
-                (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
-            # The library raises plain Exception if the model has no unknown token.
-            except Exception as error:
-                raise ValueError(
-                    f"this tokenizer cannot encode the text ({error}); "
-                    "remove the unknown characters, or train a model with the byte tokenizer"
-                ) from None
-            ids = np.array(encoding.ids, np.int32)
-            if self._may_drop:
-                _refuse_uncovered(text, encoding.offsets, self._backend.normalizer)
-            if self._unknown_id is not None and (ids == self._unknown_id).any():
-                _refuse(text, encoding.offsets[int(np.argmax(ids == self._unknown_id))][0])
-        for role, name in self._names.items():
-            if (ids == self._specials[role]).any():
-                raise ValueError(
-                    f"the text contains {name!r} at position {text.find(name)}, which this "
-                    f"tokenizer reserves; remove it from the text"
-                )
-        return ids
-
-    def piece_id(self, piece: str) -> int | None:
-        ids = self._backend.encode(piece, add_special_tokens=False).ids
-        return ids[0] if len(ids) == 1 and self.decode(ids) == piece else None
+    def _refuse_lost(self, text: str, ids: np.ndarray, offsets: list[tuple[int, int]]) -> None:
+        super()._refuse_lost(text, ids, offsets)
+        if (is_unknown := ids == self._unknown_id).any():
+            _refuse(text, offsets[int(np.argmax(is_unknown))][0])
 
     def published(self) -> HubTokenizer:
         """The same tokenizer, with the special tokens that were appended written in its file."""
         data = json.loads(self._backend.to_str())
-        named = {token["content"] for token in data["added_tokens"]} | self._vocabulary.keys()
-        for role in SPECIALS:
-            if role not in self._names:
+        for role, id_ in self._roles.items():
+            if not self.token(id_):
                 name = f"<|{role}|>"
-                while name in named:
+                while name in self._vocabulary:
                     name = f"<{name}>"
-                token = {"id": self._specials[role], "content": name, "special": True}
+                token = {"id": id_, "content": name, "special": True}
                 data["added_tokens"].append(token | _FLAGS)
         ids = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
         tokenizer = HubTokenizer(json.dumps(data), *ids)
@@ -606,22 +612,10 @@ class HubTokenizer(_OfFile):
     bos_id: int | None = None
 
     def _read(self, data: Any) -> None:
-        self.content = json.dumps(
-            data | {"truncation": None, "padding": None}, separators=(",", ":")
-        )
-        self._backend = _backend(self.content)
-        self._added = _backend(self.content).get_added_tokens_decoder()
-        given = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
-        self._specials = [id_ for id_ in given if id_ not in (None, NO_MASK)]
-        known = self._backend.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = 1 + max((*known, *self._specials))
-        empty = set(range(self.vocab_size)).difference(known)
-        self.banned_ids = tuple(sorted(empty.union(self._specials) - {self.eos_id}))
-        declared = {id_: token.content for id_, token in self._added.items() if token.special}
-        self.textless_ids = frozenset((*self._specials, *declared))
-        names = map(self.token, self._specials)
-        self.special_names = frozenset((*filter(None, names), *declared.values()))
-        self._find_losses(data)
+        self._set_content(data | {"truncation": None, "padding": None})
+        self._set_specials(data, (self.mask_id, self.pad_id, self.eos_id, self.bos_id))
+        self.banned_ids = tuple(sorted(self._empty.union(self._specials) - {self.eos_id}))
+        self.special_names = frozenset(filter(None, map(self.token, self.textless_ids)))
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -632,19 +626,8 @@ class HubTokenizer(_OfFile):
 
     def markers_in(self, text: str) -> frozenset[str]:
         """Names of added tokens in `text` that have the form of a marker, such as ``<turn>``."""
-        names = (token.content for token in self._added.values())
-        return frozenset(name for name in names if _SPECIAL.fullmatch(name) and name in text)
-
-    @cached_property
-    def _plain(self) -> tokenizers.Tokenizer:
-        """A tokenizer that never encodes text as a special token."""
-        added = (self._added[id_] for id_ in self._specials if id_ in self._added)
-        return _backend(self.content, frozenset(one.content for one in added if not one.special))
-
-    def encode(self, text: str) -> np.ndarray:
-        ids = _ids_of(self._plain, text)
-        self._refuse_specials(ids)
-        return ids
+        names = filter(_SPECIAL.fullmatch, self._added)
+        return frozenset(name for name in names if name in text)
 
     def encode_marked(self, text: str) -> np.ndarray:
         """The ids of `text`, int32 `[n]`, with names of special tokens encoded as special
@@ -652,71 +635,38 @@ class HubTokenizer(_OfFile):
         """
         return _ids_of(self._backend, text)
 
-    def encode_quoted(
-        self, text: str, names: frozenset[str], quotes: Mapping[str, str]
-    ) -> np.ndarray:
+    def encode_quoted(self, text: str, quotes: Mapping[str, str]) -> np.ndarray:
         """The ids of `text` as in `encode_marked`, but each key of `quotes` stands for the
-        characters of its value, which is one of `names`.
-
-        The text is encoded as a whole by a tokenizer in which the tokens `names` have other names.
+        characters of its value, which is the name of a token.
         """
-        if _RENAMED_BEGIN in text:
-            raise ValueError(
-                f"the text contains U+{ord(_RENAMED_BEGIN):04X} and names of special tokens; "
-                "remove one of them"
-            )
-        backend, old_N, new_N = _renamed_backend(self.content, names)
-        text = pattern_of(names).sub(lambda name: _renamed(name[0]), text)
-        for quote, name in quotes.items():
-            text = text.replace(quote, name)
-        ids = _ids_of(backend, text)
-        is_added = np.isin(ids, old_N)
-        self._refuse_specials(ids[~is_added], *filter(None, map(self.id_of, names)))
-        place = np.minimum(np.searchsorted(old_N, ids), old_N.size - 1)
-        return np.where(is_added, new_N[place], ids).astype(np.int32)
+        parts = re.split(f"({'|'.join(map(re.escape, quotes))})", text)
+        ids = [
+            self._encode_name(quotes[part]) if part in quotes else self.encode_marked(part)
+            for part in parts
+        ]
+        return np.concatenate(ids)
 
-    def _refuse_specials(self, ids: np.ndarray, *more: int) -> None:
-        """Raises ValueError for a special token or `more`, whose name can be a vocabulary word."""
-        found = ids[np.isin(ids, (*self._specials, *more))]
-        if found.size and found[0] != self._unknown_id:
-            raise ValueError(
-                f"the text contains {self.token(found[0])!r}, which this tokenizer reserves; "
-                "remove it from the text"
-            )
+    def _encode_name(self, name: str) -> np.ndarray:
+        ids = _ids_of(_backend(self.content, self._unmarked | {name}), name)
+        self._refuse_specials(ids, *[id_ for id_ in [self.id_of(name)] if id_ is not None])
+        return ids
 
-    def piece_id(self, piece: str) -> int | None:
-        ids = self._plain.encode(piece, add_special_tokens=False).ids
-        return ids[0] if len(ids) == 1 and self.decode(ids) == piece else None
 
-    def token(self, id_: int) -> str:
-        """The name of a token in the file; empty for an id without a name."""
-        return self._backend.id_to_token(id_) or ""
-
-    def id_of(self, token: str) -> int | None:
-        """The id of the token named `token`, or None."""
-        return self._backend.token_to_id(token)
+def _added_in(data: Any) -> list[dict[str, Any]]:
+    return data.get("added_tokens") or []
 
 
 # Parsing a large file takes seconds.
 @functools.lru_cache(maxsize=8)
 def _backend(content: str, unmarked: frozenset[str] | None = None) -> tokenizers.Tokenizer:
     """The library's tokenizer. With `unmarked`, it encodes no text as a special or such a token."""
-    if unmarked:
-        data = json.loads(content)
-        for token in data["added_tokens"]:
-            token["special"] = token.get("special") or token["content"] in unmarked
-        content = json.dumps(data)
-    backend = tokenizers.Tokenizer.from_str(content)
+    data = json.loads(content) | {"truncation": None, "padding": None}
+    data["model"].pop("dropout", None)
+    for token in _added_in(data):
+        token["special"] = bool(token.get("special")) or token["content"] in (unmarked or ())
+    backend = tokenizers.Tokenizer.from_str(json.dumps(data))
     backend.encode_special_tokens = unmarked is not None
     return backend
-
-
-_RENAMED_BEGIN, _RENAMED_END = "\ue000", "\ue001"
-
-
-def _renamed(name: str) -> str:
-    """A name that no text has, as long as the text does not contain `_RENAMED_BEGIN`."""
-    return f"{_RENAMED_BEGIN}{name.encode().hex()}{_RENAMED_END}"
 
 
 @functools.lru_cache(maxsize=4)
@@ -725,28 +675,6 @@ def pattern_of(names: frozenset[str]) -> re.Pattern[str]:
     ordered = sorted(names, key=lambda name: (-len(name), name))
     first = "".join(sorted({re.escape(name[0]) for name in ordered}))
     return re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, ordered))})")
-
-
-@functools.lru_cache(maxsize=4)
-def _renamed_backend(
-    content: str, names: frozenset[str]
-) -> tuple[tokenizers.Tokenizer, np.ndarray, np.ndarray]:
-    """A tokenizer in which the tokens `names` are `_renamed`; its added ids, and those they had."""
-    data = json.loads(content)
-    added = {token["content"]: token for token in data.get("added_tokens") or []}
-    usual = {"id": 0, "special": True} | _FLAGS
-    added |= {name: usual for name in names - added.keys()}
-    data["added_tokens"] = [
-        token | {"content": _renamed(name) if name in names else name}
-        for name, token in added.items()
-    ]
-    backend = tokenizers.Tokenizer.from_str(json.dumps(data))
-    names_of = {_renamed(name): name for name in names}
-    tokens = sorted(backend.get_added_tokens_decoder().items())
-    old_N = [id_ for id_, _ in tokens]
-    known = _backend(content).token_to_id
-    new_N = [known(names_of.get(token.content, token.content)) for _, token in tokens]
-    return backend, np.array(old_N), np.array(new_N)
 
 
 def _ids_of(backend: tokenizers.Tokenizer, text: str) -> np.ndarray:

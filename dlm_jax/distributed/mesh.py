@@ -182,20 +182,7 @@ def topology_devices(name: str) -> list[Any]:
     return list(topology.devices)
 
 
-_GIB = float(1 << 30)
 _INFO = Path("/proc/meminfo")
-
-
-def free_bytes(device: Any) -> int | None:
-    """Free memory of a device in bytes; None if unknown.
-
-    For a CPU, this is the operating system's available memory.
-    """
-    if device.platform == "cpu":
-        return _free_on_host()
-    stats = device.memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    return None if limit is None else limit - stats.get("bytes_in_use", 0)
 
 
 def device_bytes(device: Any) -> float:
@@ -213,38 +200,18 @@ def device_bytes(device: Any) -> float:
 
 
 def require_room(num_bytes: float, devices: Iterable[Any], what: str, remedy: str) -> None:
-    """Checks that each device of this process has `num_bytes` free.
+    """Checks that the host has `num_bytes` free for each CPU device of this process in `devices`.
 
-    The CPU devices of a host share the memory of the host.
+    The operating system would end a process that needs more; accelerators raise an error.
 
     Raises:
-      MemoryError: if a device lacks memory; the message gives the sizes and a remedy.
+      MemoryError: the host lacks memory; the message gives the sizes and a remedy.
     """
-    mine = [device for device in devices if device.process_index == jax.process_index()]
-    on_host = [device for device in mine if device.platform == "cpu"]
-    for device in (*on_host[:1], *(device for device in mine if device.platform != "cpu")):
-        needed = num_bytes * (len(on_host) if device.platform == "cpu" else 1)
-        free = free_bytes(device)
-        if free is not None and needed > free:
-            raise MemoryError(
-                f"{what} needs {needed / _GIB:,.1f} GiB, and {free / _GIB:,.1f} GiB are free; "
-                f"{remedy}"
-            )
-
-
-def require_working_room(
-    program: jax.stages.Compiled, devices: Iterable[Any], what: str, remedy: str
-) -> None:
-    """Raises MemoryError if a device lacks memory for a program's temporary buffers."""
-    plan = program.memory_analysis()
-    require_room(getattr(plan, "temp_size_in_bytes", 0), devices, what, remedy)
-
-
-def _free_on_host() -> int | None:
-    try:
-        lines = _INFO.read_text().split("\n")
-    except OSError:
-        return None
-    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
-    kilobytes = sizes.get("MemAvailable", "").split()
-    return int(kilobytes[0]) * 1024 if kilobytes else None
+    here = (device for device in devices if device.process_index == jax.process_index())
+    needed = num_bytes * sum(device.platform == "cpu" for device in here)
+    found = re.search(r"MemAvailable: +(\d+) kB", _INFO.read_text() if _INFO.exists() else "")
+    if found and needed > (free := int(found[1]) * 1024):
+        raise MemoryError(
+            f"{what} needs {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; "
+            f"{remedy}"
+        )

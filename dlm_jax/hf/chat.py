@@ -203,7 +203,7 @@ class ChatTemplate:
                 "then; remove them from the messages"
             )
         encode, named = self._hub.encode_quoted, {q: name for name, q in quotes.items()}
-        return written, functools.partial(encode, names=self._markers, quotes=named)
+        return written, functools.partial(encode, quotes=named)
 
     def specials(self) -> dict[str, str]:
         """The texts of BOS, EOS, PAD and MASK for the template; '' for a missing token."""

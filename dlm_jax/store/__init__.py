@@ -10,25 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlm_jax.store.checkpoints import Checkpoints, Restored, load_any, load_meta, load_params
-    from dlm_jax.store.weights import load_weights, not_finite, save_weights
+    from dlm_jax.store.checkpoints import Checkpoints, load_any, load_meta, load_params
+    from dlm_jax.store.weights import load_weights, save_weights
 
 __all__ = [
-    "Checkpoints", "Restored", "load_any", "load_meta", "load_params", "load_weights",
-    "not_finite", "save_weights",
+    "Checkpoints", "load_any", "load_meta", "load_params", "load_weights", "save_weights",
 ]  # fmt: skip
-
-_HOME_OF = {
-    "not_finite": "weights",
-    "load_weights": "weights",
-    "save_weights": "weights",
-    **dict.fromkeys(
-        ("Checkpoints", "Restored", "load_any", "load_meta", "load_params"), "checkpoints"
-    ),
-}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'dlm_jax.store' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"dlm_jax.store.{_HOME_OF[name]}"), name)
+    home = "weights" if name.endswith("weights") else "checkpoints"
+    return getattr(importlib.import_module(f"dlm_jax.store.{home}"), name)

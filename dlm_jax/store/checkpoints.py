@@ -10,8 +10,7 @@ renaming it and in a bucket with ``commit_success.txt``::
 
 Orbax loads most files with flipped bits without an error. The manifest therefore has a checksum of
 the numbers of every array, which is compared when the arrays are on their devices: every byte is
-read once, for any mesh and any number of processes. The manifest itself ends with its CRC32. Only
-this file uses Orbax.
+read once, for any mesh and any number of processes. The manifest itself ends with its CRC32.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import warnings
 import zlib
@@ -33,33 +33,31 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
-from dlm_jax.distributed.partitions import map_named, named_leaves
+from dlm_jax.distributed.partitions import map_named
 from dlm_jax.distributed.processes import gathered, on_first_process
-from dlm_jax.store.files import AnyPath, Damaged, is_remote, located, remove_tree, said, sync
+from dlm_jax.store.files import AnyPath, Damaged, is_remote, located, said, sync
 from dlm_jax.store.weights import (
     SUFFIX,
     Leaves,
     Place,
+    check_leaves,
+    checksums,
     describe,
     load_weights,
     nested,
     path_of_model,
     read_meta,
-    spell,
-    without_custom_heads,
+    without_heads,
 )
 
 Report = Callable[[str], None]
 
-_COMMITTED = "commit_success.txt"
-_DELETED = ".deleted"
-_STEP_NAME = re.compile(r"step_(\d{8,})")
-_LEFTOVER_NAME = re.compile(rf"step_\d{{8,}}\.orbax-checkpoint-tmp.*|\{_DELETED}")
-_PATIENCE_SECONDS = 1800
 FORMAT = 2
+_COMMITTED = "commit_success.txt"
+_NAME = re.compile(r"step_(\d{8,})(\.orbax-checkpoint-tmp.*)?")
+_PATIENCE_SECONDS = 1800
 _BUCKETS = ("gs://",)
 """The schemes that Orbax writes; other URLs would become directories on a disk."""
 
@@ -83,24 +81,13 @@ class Checkpoints:
       directory: parent of the ``step_*`` directories; created by the first save.
       keep: number of newest complete checkpoints to keep, at least 1. An older checkpoint is
         deleted once a newer one is complete on disk.
-      check: called on process 0 before files in the directory are removed or a checkpoint is
-        completed. `check` raises an error if another process has claimed the directory.
 
     ``when_closed`` is a stack of callbacks that run after `close`.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        keep: int,
-        check: Callable[[], None] = lambda: None,
-    ):
-        if keep < 1:
-            raise ValueError(f"keep={keep} leaves no checkpoint to resume from; use 1 or more")
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int):
         self.directory = _checked_root(directory)
         self._keep = keep
-        self._check = check
         self._damaged: dict[int, str] = {}
         self._manager: ocp.CheckpointManager | None = None
         self._pending: int | None = None
@@ -125,7 +112,7 @@ class Checkpoints:
         arrays can be donated after the method returns.
 
         Args:
-          step: at least 0, and not before the newest checkpoint.
+          step: not before the newest checkpoint.
           state: any pytree of arrays, including typed keys; global arrays if there are several
             processes.
           meta: a JSON dict, identical on all processes, with the identity of the run as ``run``.
@@ -133,15 +120,13 @@ class Checkpoints:
         Raises:
           OSError: this or the previous save failed, for example on a full disk.
         """
-        if step < 0:
-            raise ValueError(f"step={step} cannot be saved; steps start at 0")
-        manifest = new_manifest(state, meta)
+        manifest = _new_manifest(state, meta)
         self.wait()
         if not on_first_process(lambda: self._make_room(step)):
             return False
         with _failures_of_writing(step_path(self.directory, step)):
             if self._manager is None:
-                self._manager = self._new_manager()
+                self._manager = _new_manager(self.directory, self._keep)
             self._manager.reload()
             self._pending = step
             items = {"state": ocp.args.PyTreeSave(state), "manifest": ocp.args.JsonSave(manifest)}
@@ -159,17 +144,10 @@ class Checkpoints:
         if step is None or self._manager is None:
             return
         finish = self._manager.wait_until_finished
-
-        def finish_and_clear() -> None:
-            finish()
-            if not is_remote(self.directory):
-                sync(self.directory)
-                remove_tree(self.directory / _DELETED)
-
         with _failures_of_writing(step_path(self.directory, step)):
             if jax.process_index() != 0:
                 finish()
-            on_first_process(finish_and_clear)
+            on_first_process(finish)
 
     def close(self, *, together: bool = True) -> None:
         """Ends all threads, and waits for a save in progress and other processes if `together`."""
@@ -183,69 +161,60 @@ class Checkpoints:
                     end()
             self.when_closed.close()
 
-    def read_meta(self, *, step: int | None = None, report: Report | None = None) -> dict[str, Any]:
+    def read_meta(self, *, report: Report | None = None) -> dict[str, Any]:
         """The metadata that `restore` would return, with its errors. The arrays are not read."""
-        return self.read(lambda path, manifest: None, step=step, report=report).meta
+        return self.read(lambda path, manifest: None, report=report).meta
 
-    def restore(
-        self, abstract_state: Any, *, step: int | None = None, report: Report | None = None
-    ) -> Restored:
-        """Restores the newest usable checkpoint, or the one at ``step``, with the structure of
-        ``abstract_state``.
+    def restore(self, abstract_state: Any, *, report: Report | None = None) -> Restored:
+        """Restores the newest usable checkpoint with the structure of ``abstract_state``.
 
-        Unless ``step`` is given, a damaged checkpoint is reported and skipped, and the previous
-        checkpoint is used.
+        A damaged checkpoint is reported and skipped, and deleted by the next save.
 
         Args:
           abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings can differ
             from the saved shardings. A leaf without a sharding is restored on the first local
             device.
-          step: step of the checkpoint to restore; None for the newest usable one.
           report: called on process 0 with one line for each damaged checkpoint that is skipped.
             Default: `warnings.warn`.
         """
-        leaves = describe(abstract_state, "abstract_state")
+        leaves = describe(abstract_state)
 
         def read(path: Path, manifest: dict[str, Any]) -> Any:
-            check_same_leaves(leaves, manifest["leaves"], path)
+            check_leaves(leaves, manifest["leaves"], f"checkpoint {path}")
             return _read_arrays(path, abstract_state, manifest)
 
-        return self.read(read, step=step, report=report)
+        return self.read(read, report=report)
 
     def read(
-        self,
-        read: Callable[[Path, dict[str, Any]], Any],
-        *,
-        step: int | None = None,
-        report: Report | None = None,
+        self, read: Callable[[Path, dict[str, Any]], Any], *, report: Report | None = None
     ) -> Restored:
         """The result of `read` for the newest checkpoint for which it does not raise `Damaged`.
 
         `read` receives the path and the manifest of a checkpoint; for the rest see `restore`.
         """
         self.wait()
-        known, damaged = set(self._damaged), self._damaged
-        for number, manifest in on_first_process(lambda: self._candidates(step)):
+        known = set(self._damaged)
+        for number, manifest in on_first_process(lambda: self._manifests()):
             try:
+                if isinstance(manifest, str):
+                    raise Damaged(manifest)
                 state = read(step_path(self.directory, number), manifest)
             except Damaged as error:
-                damaged[number] = str(error)
+                self._damaged[number] = str(error)
                 continue
-            if jax.process_index() == 0:
-                # Damage older than the newest usable checkpoint does no harm.
-                for at in sorted({at for at in damaged if at > number} - known, reverse=True):
-                    line = f"damaged checkpoint: {damaged[at]}; using step {number} instead"
-                    (report or warnings.warn)(line)
+            for at in self._damaged.keys() - known if jax.process_index() == 0 else ():
+                line = f"damaged checkpoint: {self._damaged[at]}; using step {number} instead"
+                (report or warnings.warn)(line)
             return Restored(number, state, manifest["meta"])
-        remedy = "restart in another directory" if step is None else "try another step"
-        reason = damaged.get(max(damaged, default=0) if step is None else step, "all are damaged")
-        raise Damaged(f"no usable checkpoint in {self.directory}: {reason}; {remedy}")
+        raise Damaged(
+            f"no usable checkpoint in {self.directory}: {self._damaged[max(self._damaged)]}; "
+            "restart in another directory"
+        )
 
     def remove_from(self, step: int) -> None:
         """Deletes the complete checkpoints of `step` and later steps."""
 
         def remove() -> None:
-            self._check()
             for later in self.steps():
                 if later >= step:
                     _remove(step_path(self.directory, later))
@@ -253,87 +222,43 @@ class Checkpoints:
         self.wait()
         on_first_process(remove)
 
-    def _candidates(self, step: int | None) -> list[tuple[int, dict[str, Any]]]:
-        """The checkpoints with an intact manifest, newest first; the others are marked as damaged.
+    def _manifests(self) -> list[tuple[int, dict[str, Any] | str]]:
+        """The steps, newest first, with their manifests, or a line if a checkpoint is damaged.
 
         Raises `ValueError` if there is no checkpoint, or if the checkpoints are of several runs.
         """
-        root, runs, candidates = self.directory, {}, []
+        root, runs, manifests = self.directory, {}, []
         # A checkpoint that is not complete is unfinished in a bucket, but damaged on a disk.
-        steps = self.steps() if is_remote(root) else _listed_steps(root)
-        if not steps:
-            is_step = _STEP_NAME.fullmatch(root.name)
-            raise ValueError(
-                f"{root} is a single checkpoint; pass its parent directory, {root.parent}"
-                if is_step
-                else f"checkpoint directory {root} "
-                + ("has no complete checkpoint" if root.exists() else "does not exist")
-                + "; check the path, or train until a checkpoint is complete"
-            )
-        if step is not None and step not in steps:
-            raise ValueError(f"no checkpoint of step={step} in {root}; existing steps are {steps}")
-        for number in reversed(steps) if step is None else [step]:
-            if number in self._damaged:
-                continue
+        for number in reversed(self.steps() if is_remote(root) else _listed_steps(root)):
+            manifest: Any = self._damaged.get(number)
             try:
-                manifest = read_manifest(step_path(root, number))
+                manifest = manifest or read_manifest(step_path(root, number))
             except Damaged as error:
-                self._damaged[number] = str(error)
-                continue
-            candidates.append((number, manifest))
-            runs.setdefault(manifest["run"], []).insert(0, number)
+                manifest = str(error)
+            if not isinstance(manifest, str):
+                runs.setdefault(manifest["run"], []).insert(0, number)
+            manifests.append((number, manifest))
+        if not manifests:
+            raise ValueError(
+                f"checkpoint directory {root} "
+                + ("has no complete checkpoint" if root.exists() else "does not exist")
+                + "; pass the directory of a run, or train until a checkpoint is complete"
+            )
         if len(runs) > 1:
             several = ", ".join(f"{runs[run]} of run {run or 'unnamed'}" for run in reversed(runs))
             raise ValueError(
                 f"{root} contains checkpoints of several runs (steps {several}); move the "
                 "checkpoints of all but one run elsewhere"
             )
-        return candidates
-
-    def _new_manager(self) -> ocp.CheckpointManager:
-        quiet_orbax()
-        remote, modes = is_remote(self.directory), ocp.options.AtomicityMode
-        return _Manager(
-            self.directory,
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(),
-                "manifest": ocp.JsonCheckpointHandler(),
-            },
-            options=ocp.CheckpointManagerOptions(
-                step_prefix="step",
-                step_format_fixed_length=8,
-                create=False,
-                save_root_metadata=False,
-                lightweight_initialize=True,
-                preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
-                atomicity_options=ocp.options.AtomicityOptions(
-                    mode=modes.COMMIT_FILE if remote else modes.ATOMIC_RENAME
-                ),
-                # A rename removes a checkpoint at once, and only a link if it is one.
-                todelete_subdir=None if remote else _DELETED,
-                async_options=ocp.AsyncOptions(
-                    timeout_secs=_PATIENCE_SECONDS, post_finalization_callback=self._before_rename
-                ),
-            ),
-        )
-
-    def _before_rename(self) -> None:
-        self._check()
-        if not is_remote(self.directory):  # Orbax syncs the arrays only
-            for path in self.directory.glob("step_*.orbax-checkpoint-tmp*/**/*"):
-                sync(path)
+        return manifests
 
     def _make_room(self, step: int) -> bool:
-        """Removes leftovers and sets damaged checkpoints aside before the save of ``step``.
-
-        Returns False if the checkpoint is already complete.
-        """
-        self._check()
-        root, remote = self.directory, is_remote(self.directory)
+        """Removes unfinished and damaged checkpoints; False if that of ``step`` is complete."""
+        root = self.directory
         root.mkdir(parents=True, exist_ok=True)
         if not root.exists():  # Orbax lists the directory, and an empty one is none in a bucket
             (root / ".keep").touch()
-        usable = [s for s in self.steps() if s not in self._damaged]
+        usable = [number for number in self.steps() if number not in self._damaged]
         if step in usable:
             return False
         if usable and step < usable[-1]:
@@ -342,14 +267,9 @@ class Checkpoints:
                 f"checkpoint or save to another directory"
             )
         for path in list(root.iterdir()):
-            match = _STEP_NAME.fullmatch(path.name)
-            is_unusable = match is not None and int(match[1]) not in usable
-            if _LEFTOVER_NAME.fullmatch(path.name) or (is_unusable and remote):
+            match = _NAME.fullmatch(path.name)
+            if match and (match[2] or int(match[1]) not in usable):
                 _remove(path)
-            elif is_unusable:
-                aside = path.with_name(f"{path.name}.damaged")
-                remove_tree(aside)
-                path.rename(aside)
         self._damaged.clear()
         return True
 
@@ -358,6 +278,38 @@ class _Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         # Orbax would tell JAX's preemption service an old step, from a thread; the run tells it.
         return False
+
+
+def _new_manager(root: Path, keep: int) -> ocp.CheckpointManager:
+    quiet_orbax()
+    remote, modes = is_remote(root), ocp.options.AtomicityMode
+
+    def sync_files() -> None:
+        if not remote:  # Orbax syncs the arrays only
+            for path in root.glob("step_*.orbax-checkpoint-tmp*/**/*"):
+                sync(path)
+
+    return _Manager(
+        root,
+        item_handlers={
+            "state": ocp.PyTreeCheckpointHandler(),
+            "manifest": ocp.JsonCheckpointHandler(),
+        },
+        options=ocp.CheckpointManagerOptions(
+            step_prefix="step",
+            step_format_fixed_length=8,
+            create=False,
+            save_root_metadata=False,
+            lightweight_initialize=True,
+            preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+            atomicity_options=ocp.options.AtomicityOptions(
+                mode=modes.COMMIT_FILE if remote else modes.ATOMIC_RENAME
+            ),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=_PATIENCE_SECONDS, post_finalization_callback=sync_files
+            ),
+        ),
+    )
 
 
 def step_path(root: Path, step: int) -> Path:
@@ -374,31 +326,30 @@ def _listed_steps(root: Path) -> list[int]:
     if not root.is_dir():
         return []
     names = [path.name for path in root.iterdir() if is_remote(root) or path.is_dir()]
-    return sorted(int(match[1]) for name in names if (match := _STEP_NAME.fullmatch(name)))
+    matches = map(_NAME.fullmatch, names)
+    return sorted(int(match[1]) for match in matches if match and not match[2])
 
 
 def _checked_root(directory: str | os.PathLike[str]) -> Path:
     """The absolute path or URL of a directory; raises `ValueError` for a file or dangling link."""
     path = cast(Path, located(directory))
-    if is_remote(path):
-        if not str(path).startswith(_BUCKETS):
-            raise ValueError(
-                f"Orbax writes no checkpoints to {path}; use gs://, or mount the bucket"
-            )
-        return path
-    path = Path(path)
-    if os.path.lexists(path) and not path.is_dir():
+    if is_remote(path) and not str(path).startswith(_BUCKETS):
+        raise ValueError(f"Orbax writes no checkpoints to {path}; use gs://, or mount the bucket")
+    if not is_remote(path) and os.path.lexists(path) and not path.is_dir():
         raise ValueError(f"{path} is not a directory; pass a directory of checkpoints")
-    return path
+    return path if is_remote(path) else Path(path)
 
 
 def _remove(path: Path) -> None:
-    """Deletes a checkpoint. In a bucket, its last object is deleted first."""
-    if not is_remote(path):
-        remove_tree(path)
-        return
-    (path / _COMMITTED).unlink(missing_ok=True)
-    located(path).rmtree(missing_ok=True)
+    """Deletes a checkpoint. The file that completes it is deleted first."""
+    if is_remote(path):
+        (path / _COMMITTED).unlink(missing_ok=True)
+        located(path).rmtree(missing_ok=True)
+    elif path.is_dir() and not path.is_symlink():
+        (path / "manifest" / "metadata").unlink(missing_ok=True)
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _read_arrays(path: Path, abstract: Any, manifest: dict[str, Any]) -> Any:
@@ -418,25 +369,23 @@ def _read_arrays(path: Path, abstract: Any, manifest: dict[str, Any]) -> Any:
         shardings,
     )
     args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=True)
-    damage, arrays, is_alone = "", None, jax.process_count() == 1
-    # A bucket can fail once. Several processes must read equally often.
-    for is_last in (False, True) if is_alone and is_remote(path) else (True,):
-        try:
-            arrays = ocp.PyTreeCheckpointHandler().restore(located(path / "state"), args=args)
-            # Typed keys are restored with an equivalent sharding, but only an equal sharding avoids
-            # a recompilation.
-            arrays = jax.device_put(arrays, shardings)
-            break
-        except Exception as error:  # Orbax raises errors of many kinds for damaged files
-            cause: Any = error.__cause__ or error
-            if is_alone and isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):
-                raise cause from None
-            damage = f"{path / 'state'} cannot be read ({said(cause)})" if is_last else ""
+    damage, arrays = "", None
+    try:
+        arrays = ocp.PyTreeCheckpointHandler().restore(located(path / "state"), args=args)
+        # Typed keys are restored with an equivalent sharding, but only an equal sharding avoids a
+        # recompilation.
+        arrays = jax.device_put(arrays, shardings)
+    except Exception as error:  # Orbax raises errors of many kinds for damaged files
+        cause: Any = error.__cause__ or error
+        is_alone = jax.process_count() == 1
+        if is_alone and isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):
+            raise cause from None
+        damage = f"{path / 'state'} cannot be read ({said(cause)})"
     damage = next((line for line in gathered(damage) if line), "")
     if not damage:
         wrong = [n for n, value in checksums(arrays).items() if value != manifest["sums"][n]]
         damage = f"{path / 'state'} has a wrong checksum of {wrong[0]}" if wrong else ""
-        if describe(arrays, "state") != describe(abstract, "state"):
+        if describe(arrays) != describe(abstract):
             damage = f"{path / 'state'} has lost the types of its arrays"
         # A process can have its own copy of the file, or of a replicated array.
         damage = next((line for line in gathered(damage) if line), "")
@@ -445,7 +394,7 @@ def _read_arrays(path: Path, abstract: Any, manifest: dict[str, Any]) -> Any:
     return arrays
 
 
-def new_manifest(state: Any, meta: dict[str, Any]) -> dict[str, Any]:
+def _new_manifest(state: Any, meta: dict[str, Any]) -> dict[str, Any]:
     """The manifest of a checkpoint of `state`. Every process must call this function.
 
     The identity of the run is ``run`` in the metadata, or empty if the metadata has no ``run``.
@@ -455,7 +404,7 @@ def new_manifest(state: Any, meta: dict[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in writers),
         "run": meta.get("run", ""),
-        "leaves": describe(state, "state"),
+        "leaves": describe(state),
         "sums": checksums(state),
         "meta": json.loads(json.dumps(meta)),
     }
@@ -491,70 +440,14 @@ def _crc_of(facts: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
 
 
-_LARGE = 1 << 18
-"""The size from which an array is summed on its devices: a compilation takes as long as this."""
-
-
-def checksums(tree: Any) -> dict[str, int]:
-    """A checksum of the numbers of each array, by path. Every process must call this function.
-
-    The checksum does not depend on the sharding. Every flipped bit changes it.
-    """
-    sums = {}
-    for name, leaf in named_leaves(tree):
-        array = plain(leaf)
-        is_here = array.is_fully_addressable or array.is_fully_replicated
-        is_small = array.size < _LARGE and is_here
-        sums[name] = _sum(np.asarray(array), np) if is_small else _sum_on_devices(array)
-    return {name: int(value) for name, value in sums.items()}
-
-
-def _sum(array: Any, xp: Any) -> Any:
-    """The sum modulo 2^32 of a hash of each number and its index, one-to-one in the number."""
-    if array.dtype == np.bool_:
-        array = array.astype(np.uint8)
-    unsigned = {1: np.uint8, 2: np.uint16}.get(array.dtype.itemsize, np.uint32)
-    words = array.reshape(array.shape or (1,)).view(unsigned).astype(np.uint32)
-    index, stride = xp.zeros((1,) * words.ndim, np.uint32), 1
-    for axis in reversed(range(words.ndim)):
-        along = xp.arange(words.shape[axis], dtype=np.uint32) * np.uint32(stride % 2**32)
-        index = index + xp.expand_dims(
-            along, [other for other in range(words.ndim) if other != axis]
-        )
-        stride *= words.shape[axis]
-    words = (words ^ (index * np.uint32(0x9E3779B9))) * np.uint32(0x85EBCA6B)
-    return xp.sum(words ^ (words >> 15), dtype=np.uint32)
-
-
-_sum_on_devices = jax.jit(functools.partial(_sum, xp=jnp))
-
-
-def check_same_leaves(wanted: Leaves, saved: Leaves, path: AnyPath) -> None:
-    """Raises `ValueError` for the first array that differs."""
-    for name in list(wanted) + list(saved):
-        here, there = wanted.get(name), saved.get(name)
-        if here != there:
-            raise ValueError(
-                f"{name} is {spell(here)} in this run but {spell(there)} in checkpoint {path}; "
-                f"use the training config of the checkpoint, or another directory"
-            )
-
-
-def plain(leaf: Any) -> jax.Array:
-    """The leaf as an array of numbers: the data of a typed key."""
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else jnp.asarray(leaf)
-
-
 def load_params(
     directory: str | os.PathLike[str],
     abstract_params: Callable[[dict[str, Any]], Any] | None = None,
     *,
-    step: int | None = None,
     place: Place | None = None,
     report: Report | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The parameters and metadata of the newest usable checkpoint, or of the one at ``step``.
+    """The parameters and metadata of the newest usable checkpoint.
 
     Only the parameters are read (or their moving average, if there is one), not the optimiser
     state. The mesh and the number of processes can differ from those of the run that saved the
@@ -564,7 +457,6 @@ def load_params(
       directory: the directory passed to `Checkpoints`, or its parent.
       abstract_params: maps the metadata to the expected shapes, dtypes and shardings. If it or its
         result is None, the saved nested dict is returned, on the first local device.
-      step: step of the checkpoint to load, without a fallback; None for the newest usable one.
       place: sharding and dtype of each parameter. Each device reads only its own shards.
       report: called with one line for each damaged checkpoint that is skipped. Default:
         `warnings.warn`.
@@ -581,12 +473,12 @@ def load_params(
             dtype, shape = saved[name]
             return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
 
-        wanted = {entry: None if abstract_params is None else abstract_params(manifest["meta"])}
-        if wanted[entry] is None:
-            wanted = nested({name: stored(name) for name in saved})
-        else:
-            names = describe(wanted, "abstract_params")
-            check_same_leaves(names, without_custom_heads(saved, names, manifest["meta"]), path)
+        abstract = None if abstract_params is None else abstract_params(manifest["meta"])
+        wanted = nested({name: stored(name) for name in saved})
+        if abstract is not None:
+            wanted = {entry: abstract}
+            saved = without_heads(saved, wanted)
+            check_leaves(describe(wanted), saved, f"checkpoint {path}")
         if place is not None:
             wanted = {entry: map_named(place, wanted[entry])}
         # The checksums are those of the stored dtypes.
@@ -595,7 +487,7 @@ def load_params(
         return jax.tree.map(lambda array, leaf: array.astype(leaf.dtype), arrays, wanted)[entry]
 
     checkpoints = Checkpoints(_root_of(directory), keep=1)
-    _, params, meta = checkpoints.read(read, step=step, report=report)
+    _, params, meta = checkpoints.read(read, report=report)
     return params, meta
 
 
@@ -645,9 +537,10 @@ def load_meta(path: str | os.PathLike[str], *, report: Report | None = None) -> 
 def _checked(meta: dict[str, Any], path: Any) -> dict[str, Any]:
     config, tokenizer = meta.get("config"), meta.get("tokenizer")
     has_model = isinstance(config, dict) and isinstance(config.get("model"), dict)
-    if not has_model or not isinstance(tokenizer, dict):
-        what = "tokenizer" if has_model else "config with [model]"
-        raise ValueError(f"{path} does not describe its {what}; load a model from train.py")
+    if not (has_model and isinstance(tokenizer, dict)):
+        raise ValueError(
+            f"{path} does not describe its [model] and tokenizer; load a model from train.py"
+        )
     return meta
 
 

@@ -1,10 +1,6 @@
 """Files on local disks and in buckets (``gs://``, ``s3://``): atomic writes, checksums and locks.
 
-A path is an `etils.epath.Path`, which is a `pathlib.Path` if it is local. Objects in a bucket
-cannot be renamed, so a group of objects becomes valid when its last object is written.
-
-The last key in a JSON line with a checksum is ``crc``: the CRC32, in hex, of the JSON without that
-key.
+A path is an `etils.epath.Path`, which is a `pathlib.Path` if it is local.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ import contextlib
 import errno
 import fcntl
 import functools
-import glob
 import hashlib
 import inspect
 import os
@@ -22,7 +17,6 @@ import secrets
 import shutil
 import stat
 import sys
-import time
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -33,7 +27,6 @@ from etils import epath
 
 _DRIVERS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 _CHUNK = 16 << 20
-_STALE_SECONDS = 3600.0
 
 
 def is_remote(location: str | os.PathLike[str]) -> bool:
@@ -69,35 +62,38 @@ def located(location: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(text)
 
 
+def is_full(error: BaseException) -> bool:
+    """Returns whether an error is due to a full or broken disk rather than a bad file name."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+    return isinstance(error, OSError) and error.errno in full
+
+
 @contextlib.contextmanager
-def reachable(what: str, location: str | os.PathLike[str]) -> Iterator[None]:
-    """Converts errors from a bucket or disk to a `ValueError` that names the location."""
+def refuse_failures(what: str, remedy: str) -> Iterator[None]:
+    """Converts errors of a disk or a bucket to a `ValueError` with the remedy.
+
+    If the disk is full (`is_full`), the error remains an `OSError`, because another name would not
+    help.
+    """
     try:
         yield
     except ValueError:
         raise
     except Exception as error:
-        if is_full(error) or not (is_remote(location) or isinstance(error, OSError)):
+        if isinstance(error, OSError) and is_full(error):
+            raise OSError(error.errno, f"{error.strerror}; {remedy}", what) from error
+        if not (isinstance(error, OSError) or is_remote(what)):
             raise
-        why = "does not exist" if isinstance(error, FileNotFoundError) else "cannot be reached"
-        raise ValueError(
-            f"{what}={location} {why} ({said(error)}); check the path, the permissions and the "
-            "network"
-        ) from None
+        raise ValueError(f"{what} cannot be read or written ({said(error)}); {remedy}") from error
 
 
 def check_bucket(what: str, location: str | os.PathLike[str]) -> None:
-    """Raises ValueError for a URL whose bucket is missing or not writable; no-op for local paths.
-
-    The check writes and deletes an empty object.
-    """
-    if not is_remote(location):
-        return
-    path = located(location)
-    probe = path / f".probe-{uuid.uuid4().hex}"
-    with reachable(what, location):
-        probe.write_bytes(b"")
-        probe.unlink()
+    """Raises ValueError for a URL whose bucket is missing or not writable."""
+    if is_remote(location):
+        probe = located(location) / f".probe-{uuid.uuid4().hex}"
+        with refuse_failures(f"{what}={location}", "check the URL and the permissions"):
+            probe.write_bytes(b"")
+            probe.unlink()
 
 
 def crc_of(file: IO[bytes], crc: int = 0) -> int:
@@ -115,50 +111,28 @@ def check_regular(path: str | os.PathLike[str]) -> None:
             raise ValueError(f"{path} is not a regular file; copy its content to a file")
 
 
-def size_and_crc(path: AnyPath) -> tuple[int, int]:
-    """Returns (size in bytes, CRC32) of a file."""
-    with path.open("rb") as file:
-        crc = crc_of(file)
-        return file.tell(), crc
-
-
 def copy_whole(source: epath.Path, target: epath.Path) -> None:
-    """Copies a file to `target` atomically; each is a local path or in a bucket."""
-    with source.open("rb") as read, replacing(target) as written:
-        shutil.copyfileobj(read, written, _CHUNK)
+    """Copies a file from or to a bucket; the copy appears when it is complete."""
+    with contextlib.ExitStack() as stack:
+        read = stack.enter_context(source.open("rb"))
+        opened = target.open("wb") if is_remote(target) else replacing(target)
+        shutil.copyfileobj(read, stack.enter_context(opened), _CHUNK)
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Opens a new file that replaces `path` atomically when the block ends, after a sync to disk.
+    """Opens a new local file that replaces `path` atomically when the block ends, after a sync.
 
-    After an error, a kill or a power failure, the file has either its old or its new content, also
-    in a bucket. If `path` is a link, the link is kept and its target is replaced. The temporary
-    files of killed processes are removed after an hour.
+    After an error, a kill or a power failure, the file has either its old or its new content. If
+    `path` is a link, the link is kept and its target is replaced.
 
     Raises:
       OSError: the file cannot be written; the error names `path`. An `OSError` from the block that
         names another file is unchanged.
     """
-    if is_remote(path):
-        file = _object(path)
-        try:
-            yield file
-        except BaseException:
-            # Closing would complete the object.
-            with contextlib.suppress(Exception):
-                file.discard()
-            file.closed = True
-            raise
-        file.close()
-        return
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.writing")
     try:
-        for leftover in _leftovers(target):
-            with contextlib.suppress(OSError):
-                if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
-                    leftover.unlink()
         with temporary.open("wb+") as file:
             yield file
             file.flush()
@@ -166,22 +140,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         os.replace(temporary, target)
         sync(target.parent)
     except OSError as error:
-        is_of_another = error.filename not in (None, *map(os.fspath, (temporary, target.parent)))
-        if error.errno is None or is_of_another:
+        if error.errno is None or error.filename not in (None, os.fspath(temporary)):
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-
-
-def _object(url: str | os.PathLike[str]) -> Any:
-    """A new object in a bucket, which appears when it is closed, unless it is discarded."""
-    from fsspec.core import url_to_fs
-
-    located(url)  # checks the driver
-    system, path = url_to_fs(os.fspath(url))
-    return system.open(path, "wb")
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
@@ -190,59 +154,16 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
         file.write(content)
 
 
-def remove_leftovers(path: Path) -> None:
-    """Removes the temporary files of killed processes, if no other process is writing `path`."""
-    for leftover in _leftovers(Path(os.path.realpath(path))):
-        leftover.unlink(missing_ok=True)
-
-
-def _leftovers(target: Path) -> list[Path]:
-    return list(target.parent.glob(f".{glob.escape(target.name)}.*.writing"))
-
-
 def sync(path: str | os.PathLike[str]) -> None:
-    """Syncs a file or directory to disk.
-
-    A directory is not synced on file systems that do not support it.
-    """
+    """Syncs a file or directory to disk; not every file system can sync directories."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:
-        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        if not is_directory or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+    except OSError:
+        if not os.path.isdir(path):
             raise
     finally:
         os.close(descriptor)
-
-
-def remove_tree(path: Path) -> None:
-    """Removes a local directory, file, or link (but not its target), if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def is_full(error: BaseException) -> bool:
-    """Returns whether an error is due to a full or broken disk rather than a bad file name."""
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-    return isinstance(error, OSError) and error.errno in full
-
-
-@contextlib.contextmanager
-def refused_unless_full(what: object, remedy: str) -> Iterator[None]:
-    """Converts the `OSError` of a failed write to a `ValueError` with the remedy.
-
-    If the disk is full (`is_full`), the error remains an `OSError`, because another name would not
-    help.
-    """
-    try:
-        yield
-    except OSError as error:
-        if is_full(error):
-            raise OSError(error.errno, f"{error.strerror}; {remedy}", str(what)) from error
-        raise ValueError(f"{what} cannot be written: {error.strerror}; {remedy}") from error
 
 
 def said(error: Exception) -> str:
@@ -278,30 +199,21 @@ def without_crc(line: bytes) -> bytes:
     return plain
 
 
-def source_digest(code: object) -> str | None:
-    """A digest of the source file of a function, class or module, as 16 hex digits.
-
-    The digest covers the whole module, because a function may call other functions in it, but does
-    not cover imported modules. The result is None if there is no source file.
-    """
-    try:
-        file = inspect.getsourcefile(code)  # type: ignore[arg-type]
-        content = None if file is None else Path(file).read_bytes()
-    except (OSError, TypeError):
-        return None
-    return None if content is None else hashlib.sha256(content).hexdigest()[:16]
-
-
 NO_SOURCE = "without source"
 """Replaces the digest for code without a source file; changes to such code are not detected."""
 
 
 def own_source(code: Any) -> str:
-    """The name of custom code, with a digest of its source or `NO_SOURCE`."""
+    """The name of custom code, with a digest of the file that defines it or `NO_SOURCE`."""
     while isinstance(code, functools.partial):
         code = code.func
     code = code if hasattr(code, "__qualname__") else type(code)
-    return f"{code.__module__}.{code.__qualname__} {source_digest(code) or NO_SOURCE}"
+    try:
+        content = Path(inspect.getsourcefile(code) or "").read_bytes()
+        digest = hashlib.sha256(content).hexdigest()[:16]
+    except (OSError, TypeError):
+        digest = NO_SOURCE
+    return f"{code.__module__}.{code.__qualname__} {digest}"
 
 
 @functools.cache
@@ -316,62 +228,39 @@ def program_facts() -> dict[str, str]:
     return {f"version of {package}": version, f"source code of {package}": digest.hexdigest()[:16]}
 
 
-def write_line(path: AnyPath, line: str) -> None:
-    """Atomically writes a line and, as a second line, its CRC32 in hex."""
-    write_whole(path, _with_crc(line).encode())
-
-
-def read_line(path: AnyPath) -> str:
-    """The line that `write_line` wrote; raises `Damaged` if the file has changed."""
-    text = path.read_bytes().decode(errors="replace")
-    line = text.partition("\n")[0]
-    if text != _with_crc(line):
-        raise Damaged(f"{path} has a wrong checksum")
-    return line
-
-
-def _with_crc(line: str) -> str:
-    return f"{line}\n{zlib.crc32(line.encode()):08x}\n"
-
-
 LOCK = ".lock"
-"""The lock file in a reserved directory."""
+"""The lock file in a directory that cannot be locked itself."""
 
 
 class DirectoryLock:
-    """Reserves directories for one process until the process releases them or ends.
+    """Reserves local directories for this process until it releases them or ends.
 
-    `lock` locks the directory itself, or the file `LOCK` in it if only files can be locked, as on
-    network file systems. In a bucket, or on a file system without locks, the process writes a claim
-    to that file. The process with the last claim owns the directory, and `check` raises an error in
-    processes with earlier claims.
+    `lock` locks the directory itself, or the file `LOCK` in it where only files can be locked, as
+    on network file systems.
     """
 
     def __init__(self) -> None:
-        self._descriptors: dict[int, tuple[int, int]] = {}
-        self._claims: dict[AnyPath, str] = {}
+        self._descriptors: dict[tuple[int, int], int] = {}
 
-    def lock(self, directory: AnyPath, setting: str) -> bool:
-        """Locks a directory, or a path in a bucket, and returns whether it is locked; False on a
-        file system without locks and in a bucket. A second call has no effect.
+    def lock(self, directory: AnyPath, setting: str) -> None:
+        """Locks a directory. Nothing is locked in a bucket or on a file system without locks.
 
         Raises ValueError with the name of the setting if another process has locked the directory.
         """
         if is_remote(directory):
-            return False
+            return
         status = os.stat(directory)
         place = (status.st_dev, status.st_ino)
-        if place in self._descriptors.values():
-            return True
-        for path, how in ((directory, os.O_RDONLY), (directory / LOCK, os.O_RDWR | os.O_CREAT)):
+        ways = ((directory, os.O_RDONLY), (directory / LOCK, os.O_RDWR | os.O_CREAT))
+        for path, how in ways if place not in self._descriptors else ():
             try:
                 descriptor = os.open(path, how, 0o644)
             except OSError:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._descriptors[descriptor] = place
-                return True
+                self._descriptors[place] = descriptor
+                return
             except OSError as error:
                 os.close(descriptor)
                 if isinstance(error, BlockingIOError):
@@ -379,38 +268,8 @@ class DirectoryLock:
                         f"{setting}={directory} is in use by another run; wait until it ends, or "
                         f"use another {setting}"
                     ) from None
-        return False
-
-    def claim(self, directory: AnyPath) -> None:
-        """Claims an existing directory, or a path in a bucket, that cannot be locked."""
-        if not is_remote(directory):
-            directory = Path(os.path.realpath(directory))
-        path = directory / LOCK
-        if path not in self._claims:
-            claim = secrets.token_hex(8)
-            path.write_text(claim)
-            self._claims[path] = claim
-
-    def check(self) -> None:
-        """Raises OSError if another process has since claimed a directory."""
-        for path, claim in self._claims.items():
-            if _claim_in(path) != claim:
-                raise OSError(errno.EBUSY, "taken over by another run", str(path.parent))
 
     def release(self) -> None:
         """Releases all directories; a second call has no effect."""
         while self._descriptors:
-            os.close(self._descriptors.popitem()[0])
-        while self._claims:
-            path, claim = self._claims.popitem()
-            with contextlib.suppress(OSError):
-                if _claim_in(path) == claim:
-                    path.unlink()
-
-
-def _claim_in(path: AnyPath) -> str:
-    """The claim in a file; empty if a process with a later claim has removed the file."""
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return ""
+            os.close(self._descriptors.popitem()[1])

@@ -8,6 +8,8 @@ file, with eight zeros in place of its own digits. It detects any flipped bit.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import os
 import re
@@ -23,8 +25,7 @@ import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
 from dlm_jax.distributed.partitions import map_named, named_leaves
-from dlm_jax.store.files import crc_of, refused_unless_full, write_whole
-from dlm_jax.types import Params
+from dlm_jax.store.files import crc_of, refuse_failures, write_whole
 
 SUFFIX = ".safetensors"
 DTYPES = ("float32", "float16")
@@ -57,10 +58,11 @@ def save_weights(
       OSError: the disk is full.
     """
     target = Path(path)
-    if target.suffix != SUFFIX:
-        raise ValueError(f"{target} does not end in {SUFFIX}; add the suffix")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    if target.suffix != SUFFIX or dtype not in DTYPES:
+        raise ValueError(
+            f"{target} in {dtype} cannot be written; use a name with {SUFFIX}, and one of "
+            f"{', '.join(DTYPES)}"
+        )
     tensors = {}
     for name, leaf in named_leaves(params):
         value = np.asarray(leaf)
@@ -72,7 +74,7 @@ def save_weights(
     match = _DIGITS.search(content)
     assert match is not None
     digits = f"{zlib.crc32(content):08x}".encode()
-    with refused_unless_full(target, "name another"):
+    with refuse_failures(str(target), "name another file"):
         target.parent.mkdir(parents=True, exist_ok=True)
         # The writer of the safetensors library creates files that other users cannot read.
         write_whole(target, content[: match.start(1)] + digits + content[match.end(1) :])
@@ -94,41 +96,33 @@ def load_weights(
         default device.
     """
     with _opened(path) as (file, meta):
-        # The errors of `make_abstract` are about the model, not about the file.
         abstract = None if make_abstract is None else make_abstract(meta)
-        wanted = None if abstract is None else describe(abstract, "params")
-        with _named(path):
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-            saved = {name: ["float32", shape] for name, shape in shapes.items()}
-            if wanted is not None:
-                saved = without_custom_heads(saved, wanted, meta)
-                for name in (*wanted, *saved):
-                    ours, theirs = wanted.get(name), saved.get(name)
-                    if ours is None or theirs is None or ours[1] != theirs[1]:
-                        raise ValueError(
-                            f"its config requires {name} as {spell(ours)}, but it is "
-                            f"{spell(theirs)}"
-                        )
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        if abstract is not None:
+            slices = without_heads(slices, abstract)
+            wanted = describe(abstract).items()
+            check_leaves(
+                {name: ["float32", shape] for name, (_, shape) in wanted},
+                {name: ["float32", part.get_shape()] for name, part in slices.items()},
+                f"weights file {path}",
+            )
 
-            def read(name: str, _: str) -> jax.Array:
-                part = file.get_slice(name)
-                shape, kind = tuple(part.get_shape()), part.get_dtype()
-                if kind not in ("F32", "F16"):
-                    raise ValueError(
-                        f"{name} has type {kind}, which is not one of {', '.join(DTYPES)}"
-                    )
-                if place is None:
-                    return jnp.asarray(file.get_tensor(name), np.float32)
-                target = place(name, jax.ShapeDtypeStruct(shape, np.float32))
-                if not shape or target.sharding is None:
-                    value = file.get_tensor(name).astype(target.dtype)
-                    return jax.device_put(value, target.sharding)
-                # Each device gets its own part, so that no device has a whole parameter.
-                return jax.make_array_from_callback(
-                    shape, target.sharding, lambda index: part[index].astype(target.dtype)
+        def read(name: str, part: Any) -> jax.Array:
+            shape, kind = tuple(part.get_shape()), part.get_dtype()
+            if kind not in ("F32", "F16"):
+                raise ValueError(
+                    f"{name} in {path} has type {kind}, which is not one of {', '.join(DTYPES)}"
                 )
+            target = jax.ShapeDtypeStruct(shape, np.float32)
+            target = target if place is None else place(name, target)
+            if not shape or target.sharding is None:
+                return jax.device_put(file.get_tensor(name).astype(target.dtype), target.sharding)
+            # Each device gets its own part, so that no device has a whole parameter.
+            return jax.make_array_from_callback(
+                shape, target.sharding, lambda index: part[index].astype(target.dtype)
+            )
 
-            return map_named(read, nested({name: name for name in saved})), meta
+        return map_named(read, nested(slices)), meta
 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -139,21 +133,25 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """An open file, whose checksum is right, and its metadata."""
-    with contextlib.ExitStack() as stack:
-        with _named(path):
-            file = stack.enter_context(safe_open(path, framework="np"))
-            header = file.metadata() or {}
-            if _KEY not in header:
-                raise ValueError("it was not written by dlm_jax: its header has no metadata")
-            with Path(path).open("rb") as stream:
-                size = stream.read(8)
-                head = size + stream.read(int.from_bytes(size, "little"))
-                crc = crc_of(stream, zlib.crc32(_DIGITS.sub(_without_digits, head, count=1)))
-            if header.get(_CHECKSUM) != f"{crc:08x}":
-                raise ValueError("it is damaged: its checksum is wrong")
-            meta = json.loads(header[_KEY])
-            if not isinstance(meta, dict):
-                raise ValueError("its metadata is not an object")
+    try:
+        file = safe_open(path, framework="np")
+        header = file.metadata() or {}
+        if _KEY not in header:
+            raise ValueError("it was not written by dlm_jax: its header has no metadata")
+        with Path(path).open("rb") as stream:
+            size = stream.read(8)
+            head = size + stream.read(int.from_bytes(size, "little"))
+            crc = crc_of(stream, zlib.crc32(_DIGITS.sub(_without_digits, head, count=1)))
+        if header.get(_CHECKSUM) != f"{crc:08x}":
+            raise ValueError("it is damaged: its checksum is wrong")
+        meta = json.loads(header[_KEY])
+        if not isinstance(meta, dict):
+            raise ValueError("its metadata is not an object")
+    except FileNotFoundError:
+        raise ValueError(f"weights file {path} does not exist; check the path") from None
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"weights file {path} cannot be read ({error}); copy it again") from None
+    with file:
         yield file, meta
 
 
@@ -161,45 +159,34 @@ def _without_digits(match: re.Match[bytes]) -> bytes:
     return match[0].replace(match[1], _NO_DIGITS)
 
 
-@contextlib.contextmanager
-def _named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors raised in the context name the file."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise ValueError(f"weights file {path} does not exist; check the path") from None
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"weights file {path} cannot be read ({error}); copy it again") from None
+def without_heads(saved: dict[str, Any], wanted: Any) -> dict[str, Any]:
+    """The saved arrays without custom heads, which train a model but are no part of its network."""
+    known = {part for name, _ in named_leaves(wanted) for part in name.split("/")}
+    return {
+        name: leaf
+        for name, leaf in saved.items()
+        if all(part in known or not part.endswith("_head") for part in name.split("/"))
+    }
 
 
-def without_custom_heads(saved: Leaves, wanted: Leaves, meta: dict[str, Any]) -> Leaves:
-    """The saved arrays without custom heads of the run that are not in `wanted`.
-
-    Custom heads train a model but are not part of its network.
-    """
-    if not (meta.get("own") or {}).get("heads"):
-        return saved
-    known = {part for name in wanted for part in name.split("/")}
-
-    def is_extra(name: str) -> bool:
-        return any(part.endswith("_head") and part not in known for part in name.split("/"))
-
-    return {name: leaf for name, leaf in saved.items() if not is_extra(name)}
+def check_leaves(wanted: Leaves, saved: Leaves, where: str) -> None:
+    """Raises ValueError for the first array that differs in dtype or shape from the saved one."""
+    for name in (*wanted, *saved):
+        here, there = wanted.get(name), saved.get(name)
+        if here != there:
+            raise ValueError(
+                f"{name} is {_spell(here)} in this run but {_spell(there)} in {where}; "
+                "use its training config, or another directory"
+            )
 
 
-def spell(leaf: list[Any] | None) -> str:
-    """Describes an array in a message: its dtype and shape, ``float32[2,16]``, or ``absent``."""
+def _spell(leaf: list[Any] | None) -> str:
+    """The dtype and shape of an array in a message, ``float32[2,16]``, or ``absent``."""
     return "absent" if leaf is None else f"{leaf[0]}{leaf[1]}".replace(" ", "")
 
 
-def describe(tree: Any, what: str) -> Leaves:
-    """Dtype and shape of every array in a pytree, by path; `what` names the pytree in errors."""
-    leaves: Leaves = {}
-    for name, leaf in named_leaves(tree):
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(f"{what} {name} is a {type(leaf).__name__}; use a JAX array")
-        leaves[name] = [str(leaf.dtype), list(leaf.shape)]
-    return leaves
+def describe(tree: Any) -> Leaves:
+    return {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in named_leaves(tree)}
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,30 +201,49 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def not_finite(params: Params) -> str | None:
-    """Path of the first parameter that contains NaN or infinity; None if all are finite.
+_LARGE = 1 << 18
+"""The size from which an array is summed on its devices: a compilation takes as long as this."""
 
-    Every parameter is read once, without a copy (about 1 GB/s on a CPU). Each process reads the
-    shards on its own devices.
+
+def checksums(tree: Any) -> dict[str, int]:
+    """A checksum of the numbers of each array, by path. Every process must call this function.
+
+    The checksum does not depend on the sharding. Every flipped bit changes it.
     """
-    for path, leaf in named_leaves(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            continue
-        parts = (
-            {str(shard.index): shard.data for shard in leaf.addressable_shards}.values()
-            if isinstance(leaf, jax.Array)
-            else [leaf]
+    sums = {}
+    for name, leaf in named_leaves(tree):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = jax.random.key_data(leaf) if is_key else jnp.asarray(leaf)
+        is_here = array.is_fully_addressable or array.is_fully_replicated
+        is_small = array.size < _LARGE and is_here
+        sums[name] = _sum(np.asarray(array), np) if is_small else _sum_on_devices(array)
+    return {name: int(value) for name, value in sums.items()}
+
+
+def digest_of(params: Any) -> str:
+    """A digest (16 hex digits) of a pytree of arrays with any sharding."""
+    facts = json.dumps([describe(params), checksums(params)])
+    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+
+def _sum(array: Any, xp: Any) -> Any:
+    """The sum modulo 2^32 of a hash of each number and its index, one-to-one in the number."""
+    if array.dtype == np.bool_:
+        array = array.astype(np.uint8)
+    unsigned = {1: np.uint8, 2: np.uint16}.get(array.dtype.itemsize, np.uint32)
+    words = array.reshape(array.shape or (1,)).view(unsigned).astype(np.uint32)
+    index, stride = xp.zeros((1,) * words.ndim, np.uint32), 1
+    for axis in reversed(range(words.ndim)):
+        along = xp.arange(words.shape[axis], dtype=np.uint32) * np.uint32(stride % 2**32)
+        index = index + xp.expand_dims(
+            along, [other for other in range(words.ndim) if other != axis]
         )
-        if not all(_is_finite(part) for part in parts):
-            return path
-    return None
+        stride *= words.shape[axis]
+    words = (words ^ (index * np.uint32(0x9E3779B9))) * np.uint32(0x85EBCA6B)
+    return xp.sum(words ^ (words >> 15), dtype=np.uint32)
 
 
-def _is_finite(part: jax.Array | np.ndarray) -> bool:
-    # NumPy reads a host array in place. A JAX function would be compiled for each shape.
-    if isinstance(part, jax.Array) and any(d.platform != "cpu" for d in part.devices()):
-        return bool(jnp.isfinite(part).all())
-    return bool(np.isfinite(np.asarray(part)).all())
+_sum_on_devices = jax.jit(functools.partial(_sum, xp=jnp))
 
 
 SHIPPED: Mapping[str, Path] = {
@@ -251,10 +257,7 @@ DEFAULT = "shakespeare"
 
 
 def path_of_model(path: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """The path itself, or the path of the shipped model with this name; None means `DEFAULT`.
-
-    Existing paths take precedence over names.
-    """
+    """The path itself, if it exists, or that of a shipped model; None means `DEFAULT`."""
     if path is None:
         return SHIPPED[DEFAULT]
     if not isinstance(path, str) or Path(path).name != path or Path(path).exists():

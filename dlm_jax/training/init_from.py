@@ -34,7 +34,7 @@ from dlm_jax.hf import (
 )
 from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.settings import SettingError, require
-from dlm_jax.store import Checkpoints, load_any, load_meta, not_finite
+from dlm_jax.store import Checkpoints, load_any, load_meta
 from dlm_jax.store.weights import path_of_model
 from dlm_jax.types import Params
 
@@ -181,8 +181,6 @@ def load_initial_params(
             "remove it",
         )
     params, meta = load_any(source, report=report)
-    if (broken := not_finite(params)) is not None:
-        raise ValueError(f"{where}: its parameter {broken} is not finite; use another model")
     if meta["tokenizer"] != tokenizer.to_json():
         raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
     model = configs.from_saved(meta, where=where).model

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_jax.distributed.mesh import CHIPS
-from dlm_jax.store.files import remove_leftovers, said, write_whole
+from dlm_jax.store.files import said, write_whole
 
 METRICS = "metrics.jsonl"
 
@@ -52,9 +52,6 @@ class MetricsLog:
     ):
         self._path, self._report = Path(path), report
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Remove the temporary files of a killed run.
-        for name in (self._path.name, "config.toml"):
-            remove_leftovers(self._path.with_name(name))
         valid = [record for record in read_records(self._path) if record["step"] <= step]
         write_whole(self._path, "".join(f"{json.dumps(record)}\n" for record in valid).encode())
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115

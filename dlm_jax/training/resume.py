@@ -254,29 +254,20 @@ class Best:
 
 
 def acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> None:
-    """Creates and locks the directories. Directories that cannot be locked are claimed.
+    """Creates and locks the directories.
 
     Raises:
       ValueError: another run owns a directory or has saved a checkpoint since the last check.
     """
-    checkpoints = places["train.checkpoint_dir"]
-
-    def check_still_new() -> None:
-        if is_new and complete_steps(checkpoints):
-            raise ValueError(
-                f"train.checkpoint_dir={checkpoints} contains checkpoints of a run that started at "
-                "the same time; restart"
-            )
-
     for setting, path in places.items():
         make_directory(setting, path)
-    unlocked = [path for setting, path in places.items() if not lock.lock(path, setting)]
-    # A claim ends the run that owns the directory, so a rejected run must not claim it.
-    check_still_new()
-    for path in unlocked:
-        lock.claim(path)
-    if unlocked:
-        check_still_new()
+        lock.lock(path, setting)
+    checkpoints = places["train.checkpoint_dir"]
+    if is_new and complete_steps(checkpoints):
+        raise ValueError(
+            f"train.checkpoint_dir={checkpoints} contains checkpoints of a run that started at "
+            "the same time; restart"
+        )
 
 
 def lock_existing(lock: DirectoryLock, places: dict[str, Path]) -> None:

@@ -34,7 +34,7 @@ from dlm_jax import progress
 from dlm_jax.config import Config
 from dlm_jax.data import Corpus, train_batches
 from dlm_jax.distributed import compiler
-from dlm_jax.distributed.mesh import require_room, require_working_room
+from dlm_jax.distributed.mesh import require_room
 from dlm_jax.distributed.partitions import batch_sharding, make_mesh, share_of_batch, undeclared
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
 from dlm_jax.heads import Head
@@ -299,13 +299,11 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
 
     # 3. The directories.
     out_dir, lock = Path(train.out_dir), DirectoryLock()
-    checkpoints = Checkpoints(checkpoints_of(config), keep=train.keep_checkpoints, check=lock.check)
+    checkpoints = Checkpoints(checkpoints_of(config), keep=train.keep_checkpoints)
     checkpoints.when_closed.callback(lock.release)
     with contextlib.ExitStack() as undo:
         undo.callback(checkpoints.close)
-        best_checkpoints = Checkpoints(
-            located(train.checkpoint_dir or out_dir) / FOLDER, keep=1, check=lock.check
-        )
+        best_checkpoints = Checkpoints(located(train.checkpoint_dir or out_dir) / FOLDER, keep=1)
         checkpoints.when_closed.callback(best_checkpoints.close, together=False)
         places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
         is_new = not on_first_process(lambda: lock_existing(lock, places) or checkpoints.steps())
@@ -590,12 +588,6 @@ class Trainer:
         # The step is compiled ahead of time, so that the training rate excludes compilation.
         with waiting("compiling the training step", is_shown=jax.process_index() == 0):
             self._train_step = lower_step(task, self._stage, self.state).compile()
-        require_working_room(
-            self._train_step,
-            self.run.task.mesh.devices.flat,
-            "a training step",
-            "lower train.batch_size, or raise train.accumulate",
-        )
         what = f" of {' + '.join(self._stage)}" if task.heads else ""
         say(f"training step{what} compiled in {time.perf_counter() - start:.1f} s")
 

@@ -18,7 +18,6 @@ from dlm_jax.batch.json_lines import RequestFile, Results, share
 from dlm_jax.batch.runner import describe_model, describe_settings, run_requests
 from dlm_jax.config import SamplingParams
 from dlm_jax.data.tokenizers import CharacterTokenizer
-from dlm_jax.distributed.partitions import digest_of
 from dlm_jax.inference import request as requesting
 from dlm_jax.inference.request import only_chains_in_use
 from dlm_jax.sampling.rules import BUILT_IN, with_rules
@@ -295,23 +294,6 @@ def test_models_are_told_apart():
         {"network": dataclasses.replace(MODEL.network, embed=lambda params, ids: ids)},
     ):  # fmt: skip
         assert describe_model(dataclasses.replace(MODEL, **changes)) != known
-
-
-def test_a_digest_of_parameters_is_that_of_their_bits_wherever_they_lie():
-    rng = np.random.default_rng(0)
-    values = {
-        "a": rng.standard_normal((16, 6)).astype(np.float32), "b": np.arange(8, dtype=np.int8),
-        "c": rng.standard_normal(8).astype("float16"), "d": np.array([True, False] * 4),
-    }  # fmt: skip
-    known = digest_of(jax.tree.map(jnp.asarray, values))
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    assert digest_of(jax.device_put(values, split)) == known
-    swapped = values | {"a": values["a"][:, ::-1]}
-    retyped = values | {"b": values["b"].astype(np.uint8)}
-    named = {**values, "a": values["a"].reshape(8, 12)}
-    found = {digest_of(jax.tree.map(jnp.asarray, v)) for v in (swapped, retyped, named)}
-    assert len(found | {known}) == 4
 
 
 def test_own_rules_are_told_apart_by_their_source(tmp_path, monkeypatch):

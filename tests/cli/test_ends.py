@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import saved_model
@@ -79,45 +78,6 @@ def test_the_codes_differ_and_the_page_and_the_readme_list_them():
     assert {int(code) for code in table} == {code for code in codes if code < 128}
     page = (ROOT / "docs" / "exit_codes.md").read_text()
     assert {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", page)} == codes | {129, 143}
-
-
-@pytest.fixture(scope="module")
-def poisoned(tmp_path_factory):
-    """Runs of the toy model with one value that is no number, in a parameter each."""
-    folder = tmp_path_factory.mktemp("poisoned")
-    paths = {}
-    for name in ("nan", "inf"):
-        params = jax.tree.map(np.array, toy_model.MODEL.params)
-        leaf = params["blocks"]["attention"]["query"]["kernel"]
-        leaf.reshape(-1)[3] = float(name)
-        bad = dataclasses.replace(toy_model.MODEL, params=params)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(toy_model, "MODEL", bad)
-            paths[name] = saved_model.save(folder / name)
-    return paths
-
-
-@pytest.mark.parametrize("name", ["nan", "inf"])
-@pytest.mark.parametrize(
-    ("run", "flags"),
-    [
-        (sample.main, []),
-        (sample.main, ["--watch"]),
-        (sample.main, ["--prompts", "IN", "--output", "OUT"]),
-        (evaluation.main, ["--text", "IN"]),
-    ],
-)
-def test_a_model_that_is_not_finite_says_so_and_ends_with_1(
-    poisoned, tmp_path, capsys, name, run, flags
-):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "A "}\n')
-    files = {"IN": str(tmp_path / "in.jsonl"), "OUT": str(tmp_path / "out.jsonl")}
-    flags = [files.get(flag, flag) for flag in flags]
-    assert run(["--checkpoint", str(poisoned[name]), *flags]) == End.NOT_FINITE == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "the parameter blocks/attention/query/kernel is not finite" in err
-    assert err.count("\n") == 1
 
 
 def test_finite_parameters_whose_logits_overflow_end_with_1_too(tmp_path, capsys, monkeypatch):

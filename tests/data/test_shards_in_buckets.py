@@ -73,9 +73,9 @@ def test_a_damaged_shard_of_a_bucket_is_refused_and_its_copy_is_not_kept(made, t
     [
         (
             {"data__source": "s3://no-such-pail/web"},
-            "data.source=s3://no-such-pail/web does not exist",
+            "data.source=s3://no-such-pail/web cannot be read",
         ),
-        ({"data__source": "{pail}/nothing"}, "/nothing does not exist"),
+        ({"data__source": "{pail}/nothing"}, "/nothing cannot be read"),
         ({"train__checkpoint_dir": "s3://no-such-pail/x"}, "train.checkpoint_dir=s3://no-such"),
         ({"train__checkpoint_dir": "http://host/x"}, "URL of an unknown kind; use gs://, s3://"),
     ],

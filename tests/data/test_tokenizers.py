@@ -156,24 +156,6 @@ def test_specials_stand_for_no_text(of_file):
         assert tokenizer.decode([]) == ""
 
 
-def test_specials_of_the_file_are_used_and_the_others_appended(of_file):
-    tokens = tokenizers.Tokenizer.from_str(of_file.content)
-    known = {
-        "mask": ("[MASK]", "<mask>"),
-        "pad": ("[PAD]", "<pad>"),
-        "bos": ("[CLS]",),
-        "eos": ("[SEP]", "</s>", "<|endoftext|>"),
-    }
-    size = tokens.get_vocab_size()
-    appended = iter(range(size, size + 4))
-    for role, names in known.items():
-        inside = [
-            tokens.token_to_id(name) for name in names if tokens.token_to_id(name) is not None
-        ]
-        assert getattr(of_file, f"{role}_id") == (inside[0] if inside else next(appended))
-    assert of_file.vocab_size == next(appended, size + 4)
-
-
 @pytest.mark.parametrize(
     ("names", "roles"),
     [
@@ -204,10 +186,10 @@ def test_ids_that_cannot_be_decoded_are_banned_and_what_ends_a_text_is_not(of_fi
 
 
 def test_ids_without_a_token_are_banned_and_stand_for_no_text():
-    data = {"model": {"type": "WordLevel", "vocab": {"<unk>": 1, "a": 4, "b": 7}}}
-    data["model"]["unk_token"] = "<unk>"
-    data["pre_tokenizer"] = {"type": "WhitespaceSplit"}
-    tokenizer = SubwordTokenizer(json.dumps(data))
+    model = {"type": "WordLevel", "vocab": {"<unk>": 1, "a": 4, "b": 7}, "unk_token": "<unk>"}
+    tokenizer = SubwordTokenizer(
+        json.dumps({"model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}})
+    )
     assert tokenizer.vocab_size == 12
     assert tokenizer.banned_ids == (0, 1, 2, 3, 5, 6, 8, 9, 10)
     assert tokenizer.decode(np.arange(12)) == "a b"
@@ -240,12 +222,9 @@ def test_characters_the_file_has_no_ids_for_are_refused(make):
     "content",
     [
         "",
-        "no json",
-        "[]",
         "{}",
         '{"model": 3}',
         '{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
-        '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}',
         '{"model": {"type": "WordLevel", "vocab": {"a": "0"}, "unk_token": "a"}}',
         BPE.content[: len(BPE.content) // 2],
     ],
@@ -311,15 +290,12 @@ def _huge() -> str:
         (lambda: SMALL.decode([-1]), r"id -1 at position 0 is outside"),
         (lambda: SMALL.decode([[1, 2]]), r"shape \(1, 2\).*decode a row of integers"),
         (lambda: CharacterTokenizer.of(""), "not distinct and ascending, or there are none"),
-        (lambda: CharacterTokenizer("ba"), "not distinct and ascending"),
         (lambda: train_bpe("a", 259), "use bpe:260 to bpe:261, or more text"),
-        (lambda: train_bpe("the the the", 270), "use bpe:260 to bpe:263, or more text"),
         (lambda: train_bpe("twelve chars", 10**20), "12 characters; use bpe:260 to bpe:272"),
         (lambda: check_fits(ByteTokenizer(), 259), "has 260 ids, but .* 259 logits; use"),
         (lambda: make_tokenizer("bpe:1e3", "a"), "'bpe:1e3' is unknown; use one of byte, char"),
         (lambda: make_tokenizer("no/t.json", "a"), r"no/t\.json cannot be read \(No such.*; pass"),
         (lambda: from_json(["byte"]), "is not a tokenizer; it is damaged"),
-        (lambda: from_json({"type": "byte", "size": 3}), "is not a tokenizer; it is damaged"),
         (lambda: from_json({"type": "subword", "tokenizer_json": "{"}), "tokenizer.json is broken"),
         (lambda: SubwordTokenizer(_huge()), "it has more than 4194304 ids"),
     ],

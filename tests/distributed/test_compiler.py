@@ -12,7 +12,6 @@ import toy_model
 from jax.sharding import Mesh
 
 import dlm_jax
-from dlm_jax.cli import sample
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.compiler import OPTIONS, options
 from dlm_jax.distributed.mesh import CHIPS, topology_devices
@@ -46,12 +45,6 @@ def test_an_option_that_the_compiler_refuses_is_refused_in_one_line(given, messa
     with pytest.raises(SettingError, match="^[^\n]*$") as error:
         options("sample", given=[given])
     assert message in str(error.value)
-
-
-def test_a_default_that_the_compiler_does_not_know_is_left_out(monkeypatch):
-    with_unknown = {**OPTIONS["cpu"]["train"], "xla_foo": "1"}
-    monkeypatch.setattr(compiler, "OPTIONS", {"cpu": {"train": with_unknown}})
-    assert options("train") == YNN
 
 
 # Programs for absent devices cannot be read back from the cache.
@@ -97,12 +90,3 @@ def test_the_options_of_a_mesh_are_those_of_its_model():
     assert model.compiler_options == mesh.compiler_options
     sampler = dlm_jax.sampler(model)
     assert sampler.compiler_options == YNN | {"xla_cpu_enable_fast_math": "False"}
-
-
-def test_a_program_of_a_sampler_refuses_unknown_options_in_one_line(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        sample.main(["--mesh.compiler_options", "xla_foo=1"])
-    err = capsys.readouterr().err
-    assert exit_.value.code == 2
-    assert "mesh.compiler_options='xla_foo=1'" in err
-    assert err.count("\n") == 1

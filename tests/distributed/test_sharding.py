@@ -16,7 +16,6 @@ from dlm_jax.distributed.partitions import (
     axes_of,
     batch_sharding,
     make_mesh,
-    partition,
     path_name,
     shardings,
     share_of_batch,
@@ -39,13 +38,7 @@ def test_axes_that_do_not_multiply_to_the_devices_are_refused_by_name(config):
         make_mesh(config)
 
 
-def test_devices_of_one_process_are_neighbours_in_the_mesh_whatever_order_they_come_in():
-    shuffled = jax.devices()[::2] + jax.devices()[1::2]
-    ids = [device.id for device in make_mesh(MeshConfig(), shuffled).devices.flat]
-    assert ids == sorted(ids)
-
-
-@pytest.mark.parametrize(("batch_size", "remedy"), [(6, 8), (11, 12), (3, 4), (14, 16)])
+@pytest.mark.parametrize(("batch_size", "remedy"), [(6, 8), (3, 4)])
 def test_a_batch_that_the_devices_do_not_divide_is_refused_with_one_that_they_do(
     batch_size, remedy
 ):
@@ -127,14 +120,6 @@ def test_every_matrix_and_its_moments_are_split_the_same_way_over_fsdp_and_tenso
             assert leaf.size < 10, path_name(path)
     params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     assert moments >= params
-
-
-def test_an_axis_that_does_not_divide_a_dimension_leaves_it_whole():
-    mesh = make_mesh(CUBE)
-    table, up = Axes(("vocab", "embed")), Axes(("layers", "embed", "mlp"))
-    assert partition(table, (33, 16), mesh) == P(None, "fsdp")
-    assert partition(table, (32, 15), mesh) == P("tensor", None)
-    assert partition(up, (2, 15, 64), mesh) == P(None, None, "tensor")
 
 
 def _network(params, axes=None):

@@ -121,13 +121,12 @@ def test_a_user_writes_no_marker_of_another_role(turns, marks):
     [
         ("<|im_start|>{{ messages[0].content.split('<|im_end|>')[0] }}", "a<|im_end|>b"),
         ("<|im_start|>{{ messages[0].content | length }}", "<|im_end|>"),
-        ("<|im_start|>{{ messages[0].content }}", "<|im_end|>\ue000"),
         ("<|im_start|>{{ messages[0].content }}", "<|im_end|>1748329688888"),
     ],
 )
 def test_control_tokens_that_cannot_be_told_apart_are_refused_by_name(source, content):
     chat = ChatTemplate(source, BPE)
-    with pytest.raises(ValueError, match=r"<\|im_end\|>.*remove them|U\+E000"):
+    with pytest.raises(ValueError, match=r"<\|im_end\|>.*remove them"):
         chat.ids([{"role": "user", "content": content}])
 
 

@@ -102,20 +102,18 @@ def _files(directory: Any) -> list[Any]:
 def test_what_is_restored_is_what_was_saved_and_only_the_newest_are_kept(place):
     _save(place / "checkpoints", 1, 2, 3)
     with Checkpoints(place / "checkpoints", keep=2) as again:
-        for step in (3, 2):
-            restored = again.restore(_abstract(_state(0)), step=step)
-            _assert_same(restored.state, _state(step))
-            assert (restored.step, restored.meta) == (step, {**META, "step": step})
-        assert again.restore(_abstract(_state(0))).step == again.read_meta()["step"] == 3
+        restored = again.restore(_abstract(_state(0)))
+        _assert_same(restored.state, _state(3))
+        assert (restored.step, restored.meta) == (3, again.read_meta()) == (3, {**META, "step": 3})
         assert not again.save(3, _state(9), META)
         with pytest.raises(ValueError, match="step=1 is before step 3"):
             again.save(1, _state(1), META)
         assert again.steps() == [2, 3]
     roots = {str(p).removeprefix(str(place)).split("/")[2] for p in _files(place)}
     assert roots - {".keep"} == {"step_00000002", "step_00000003"}
-    params, meta = load_params(place, step=2)
-    _assert_same(params, _state(2).params)
-    assert meta["step"] == 2
+    params, meta = load_params(place)
+    _assert_same(params, _state(3).params)
+    assert meta["step"] == 3
 
 
 def test_a_state_donated_right_after_saving_is_saved_as_it_was(place):
@@ -151,16 +149,6 @@ def test_a_state_saved_on_one_mesh_is_restored_on_another(place):
             assert jax.tree.all(same)
 
 
-def test_params_follow_the_shapes_built_from_the_meta(saved: Path):
-    def abstract_params(meta: dict[str, Any]) -> Any:
-        assert meta["config"] == META["config"]
-        return _abstract(_state(0).params)
-
-    _assert_same(load_params(saved, abstract_params)[0], _state(2).params)
-    with pytest.raises(ValueError, match=r"params/blocks/kernel is float32\[8,7\] .*\[8,6\]"):
-        load_params(saved, lambda meta: _abstract(_state(0, width=7).params))
-
-
 def test_another_architecture_is_refused_naming_the_first_parameter(saved: Path):
     good = _abstract(_state(0))
     cases = [
@@ -171,7 +159,7 @@ def test_another_architecture_is_refused_naming_the_first_parameter(saved: Path)
     ]
     with Checkpoints(saved, keep=2) as again:
         for wanted, message in cases:
-            with pytest.raises(ValueError, match=message + ".*use the training config"):
+            with pytest.raises(ValueError, match=message + ".*use its training config"):
                 again.restore(wanted)
 
 
@@ -245,31 +233,28 @@ def test_training_goes_on_from_the_fallback_and_a_damaged_one_is_replaced(place)
         assert again.restore(_abstract(_state(0)), report=lambda line: None).step == 1
         assert again.save(2, _state(2), META)
         again.wait()
-        _assert_same(again.restore(_abstract(_state(0)), step=2).state, _state(2))
+        _assert_same(again.restore(_abstract(_state(0))).state, _state(2))
         assert again.steps() == [1, 2]
-    assert not isinstance(place, Path) or (place / "step_00000002.damaged").is_dir()
 
 
-def test_an_unfinished_save_is_no_checkpoint_and_goes_with_the_next(place):
-    calls: list[None] = []
+def test_an_unfinished_save_is_no_checkpoint_and_goes_with_the_next(tmp_path, monkeypatch):
+    def fail(path: Any) -> None:
+        raise OSError("the network is gone")
 
-    def check():
-        calls.append(None)
-        if len(calls) == 4:  # while the second save is completed
-            raise OSError("the network is gone")
-
-    with Checkpoints(place, keep=3, check=check) as saved:
+    with Checkpoints(tmp_path, keep=3) as saved:
         saved.save(1, _state(1), META)
         saved.wait()
-        saved.save(2, _state(2), META)
-        with pytest.raises(OSError, match="the network is gone"):
-            saved.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "sync", fail)
+            saved.save(2, _state(2), META)
+            with pytest.raises(OSError, match="the network is gone"):
+                saved.wait()
         assert saved.steps() == [1]
         assert saved.restore(_abstract(_state(0))).step == 1
         saved.save(3, _state(3), META)
         saved.wait()
         assert saved.steps() == [1, 3]
-    assert not [path for path in _files(place) if "step_00000002" in str(path)]
+    assert not [path for path in _files(tmp_path) if "step_00000002" in str(path)]
 
 
 def _several_runs(copy: Path) -> None:
@@ -289,42 +274,32 @@ def _all_damaged(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "where", "step", "message"),
+    ("change", "where", "message"),
     [
-        (None, "nowhere", None, "does not exist; check the path"),
-        (lambda copy: (copy / "file").touch(), "file", None, "not a directory; pass a directory"),
-        (lambda copy: (copy / "2024").mkdir(), "2024", None, "has no complete checkpoint; check"),
-        (None, "step_00000001", None, "is a single checkpoint; pass its parent directory"),
-        (None, "", 7, r"no checkpoint of step=7 in .*existing steps are \[1, 2\]"),
-        (_several_runs, "", None, "contains checkpoints of several runs .*; move"),
-        (_other_format, "", None, "has format 99, but this program reads 2; use the"),
-        (_all_damaged, "", None, "no usable checkpoint.* cannot be read .*; restart in another"),
-        (_all_damaged, "", 2, "no usable checkpoint.* cannot be read .*; try another step"),
+        (None, "nowhere", "does not exist; pass the directory of a run"),
+        (lambda copy: (copy / "file").touch(), "file", "not a directory; pass a directory"),
+        (None, "step_00000001", "has no complete checkpoint; pass"),
+        (_several_runs, "", "contains checkpoints of several runs .*; move"),
+        (_other_format, "", "has format 99, but this program reads 2; use the"),
+        (_all_damaged, "", "no usable checkpoint.* cannot be read .*; restart in another"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_in_one_line(copy, change, where, step, message):
+def test_what_cannot_be_loaded_is_refused_in_one_line(copy, change, where, message):
     if change is not None:
         change(copy)
     with pytest.raises(ValueError, match=message) as error:
-        load_params(copy / where, step=step)
+        load_params(copy / where)
     assert "\n" not in str(error.value)
 
 
-def test_bad_arguments_are_refused_and_nothing_is_written(tmp_path: Path, monkeypatch):
+def test_urls_that_orbax_does_not_write_are_refused(monkeypatch):
     monkeypatch.setattr(checkpoints, "_BUCKETS", ("gs://",))
-    for path, keep, message in [
-        (tmp_path / "a", 0, "keep=0.*use 1"),
-        ("ftp://bucket", 1, "ftp://bucket is a URL of an unknown kind"),
-        ("s3://pail", 1, "no checkpoints to s3://pail; use gs://, or mount the bucket"),
+    for url, message in [
+        ("ftp://bucket", "ftp://bucket is a URL of an unknown kind"),
+        ("s3://pail", "no checkpoints to s3://pail; use gs://, or mount the bucket"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Checkpoints(path, keep=keep)
-    with Checkpoints(tmp_path / "a", keep=1) as saved:
-        with pytest.raises(ValueError, match="step=-1 .*start at 0"):
-            saved.save(-1, _state(0), {})
-        with pytest.raises(ValueError, match="state step is a int; use a JAX array"):
-            saved.save(0, {"step": 3}, {})
-    assert list(tmp_path.iterdir()) == []
+            Checkpoints(url, keep=1)
 
 
 @pytest.mark.parametrize(("step", "left"), [(1, []), (2, [1]), (3, [1, 2]), (4, [1, 2, 3])])
@@ -336,49 +311,37 @@ def test_starting_again_from_a_step_removes_it_and_later_ones(tmp_path: Path, st
 
 
 def test_files_and_links_in_the_place_of_directories_stop_no_save(tmp_path: Path):
-    (tmp_path / "linked").mkdir()
-    _save(tmp_path / "linked", 1)
-    root = tmp_path / "root"
-    (root / "2024").mkdir(parents=True)
-    (root / "step_00000001").symlink_to(tmp_path / "linked" / "step_00000001")
-    for name in ("step_00000002", "step_00000002.damaged", ".deleted", "notes.txt"):
-        (root / name).touch()
-    (root / "step_00000003").symlink_to(tmp_path / "nowhere")
-    (root / "step_00000003.orbax-checkpoint-tmp").symlink_to(tmp_path / "linked")
-    _save(root, 2, 3, keep=1)
-    assert load_params(root)[1]["step"] == 3
-    names = {path.name for path in root.iterdir()} - {"2024", "notes.txt"}
-    assert names == {"step_00000003", "step_00000002.damaged", "step_00000003.damaged"}
-    assert (root / "2024").is_dir() and (root / "notes.txt").exists()
-    assert load_params(tmp_path / "linked")[1]["step"] == 1, "what is linked to stays"
+    (tmp_path / "2024").mkdir()
+    for name in ("step_00000002", "notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "step_00000003").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "step_00000003.orbax-checkpoint-tmp").symlink_to(tmp_path / "2024")
+    _save(tmp_path, 2, 3, keep=1)
+    assert load_params(tmp_path)[1]["step"] == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"2024", "notes.txt", "step_00000003"}
 
 
-@pytest.mark.parametrize("fault", ["rename", "prune", "delete"])
+@pytest.mark.parametrize("fault", ["rename", "prune"])
 def test_a_failure_at_any_moment_leaves_a_good_checkpoint(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    def fail_halfway(path: Path, **kwargs: Any) -> None:
-        if path.exists():
-            next(path.glob(f"**/{MANIFEST}")).unlink()
-            fail()
+    def fail_halfway(path: Any, **kwargs: Any) -> None:
+        next(Path(path).glob(f"**/{MANIFEST}")).unlink()
+        fail()
 
     _save(tmp_path, 1, keep=1)
     with Checkpoints(tmp_path, keep=1) as saved:
         with monkeypatch.context() as patch:
-            if fault == "rename":
-                patch.setattr(os, "rename", fail)
-            elif fault == "prune":
-                patch.setattr(os, "replace", fail)
-            else:
-                patch.setattr("dlm_jax.store.files.shutil.rmtree", fail_halfway)
+            name, stub = {"rename": ("os.rename", fail), "prune": ("shutil.rmtree", fail_halfway)}[
+                fault
+            ]
+            patch.setattr(name, stub)
             saved.save(2, _state(2), {**META, "step": 2})
             with pytest.raises(OSError, match="No space left"):
                 saved.wait()
-        for step in saved.steps():
-            assert load_params(tmp_path, step=step)[1]["step"] == step
         expected = 1 if fault == "rename" else 2
         restored = saved.restore(_abstract(_state(0)))
         assert restored.step == expected

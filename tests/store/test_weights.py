@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import zlib
 
 import jax
@@ -55,20 +54,18 @@ def test_float16_halves_the_file_and_rounds_to_the_nearest(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("meta", "said"),
+    "meta",
     [
-        ({"tokenizer": {}}, "does not describe its config with"),
-        ({"config": {"model": {}}, "tokenizer": 3}, "does not describe its tokenizer"),
-        ({"config": {}, "tokenizer": {}}, r"its config with \[model\]"),
-        ({"config": {"model": 3}, "tokenizer": {}}, r"its config with \[model\]"),
+        {"tokenizer": {}},
+        {"config": {"model": {}}, "tokenizer": 3},
+        {"config": {"model": 3}, "tokenizer": {}},
     ],
 )
-def test_a_file_that_does_not_say_what_it_holds_is_refused(tmp_path, meta, said):
+def test_a_file_that_does_not_say_what_it_holds_is_refused(tmp_path, meta):
     save_weights(tmp_path / "odd.safetensors", toy.params(), meta)
-    with pytest.raises(ValueError, match=said):
-        load_any(tmp_path / "odd.safetensors")
-    with pytest.raises(ValueError, match=said):
-        load_meta(tmp_path / "odd.safetensors")
+    for load in (load_any, load_meta):
+        with pytest.raises(ValueError, match="does not describe its .model. and tokenizer"):
+            load(tmp_path / "odd.safetensors")
 
 
 def _header_bytes(data):
@@ -96,12 +93,6 @@ def test_every_flipped_bit_is_found(tmp_path):
         assert str(path) in str(error.value)
 
 
-def test_the_checksum_is_that_of_the_file_with_zeros_in_its_place(saved):
-    whole = saved.read_bytes()
-    (digits,) = re.findall(rb'"crc32_of_file":"([0-9a-f]{8})"', whole[: _header_bytes(whole)])
-    assert int(digits, 16) == zlib.crc32(whole.replace(digits, b"00000000", 1))
-
-
 def _foreign(path, tensors, **header):
     """A file whose checksum is right, and whose tensors and header are others' work."""
     header = {"dlm_jax": json.dumps(META), "crc32_of_file": "0" * 8} | header
@@ -118,8 +109,8 @@ X = np.zeros(3, np.float32)
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({"a": np.zeros(3, np.int8)}, "a has type I8, which is not one of float32, float16"),
-        ({"a": np.zeros(3, np.float64)}, "a has type F64"),
+        ({"a": np.zeros(3, np.int8)}, "a in .* has type I8, which is not one of float32, float16"),
+        ({"a": np.zeros(3, np.float64)}, "a in .* has type F64"),
     ],
 )
 def test_tensors_that_are_no_parameters_are_refused_in_one_line(tmp_path, tensors, said):
@@ -143,7 +134,7 @@ def test_parameters_must_be_those_of_the_config(saved):
 
     load_weights(saved, abstract())
     for changes in ({"depth": 1}, {"width": 32}, {"qkv_bias": True}, {"tied_head": False}):
-        with pytest.raises(ValueError, match="its config requires .* as ") as error:
+        with pytest.raises(ValueError, match="in this run but .* in weights file") as error:
             load_weights(saved, abstract(**changes))
         assert "\n" not in str(error.value)
 
@@ -164,9 +155,9 @@ def test_a_shortened_a_missing_and_a_foreign_file_are_refused_in_one_line(saved,
 @pytest.mark.parametrize(
     ("name", "dtype", "said"),
     [
-        ("model.bin", "float32", "does not end in .safetensors"),
-        ("model.safetensors", "int8", "dtype='int8' is not one of float32, float16"),
-        ("file/model.safetensors", "float32", "cannot be written"),
+        ("model.bin", "float32", "use a name with .safetensors"),
+        ("model.safetensors", "int8", "in int8 cannot be written; .* one of float32, float16"),
+        ("file/model.safetensors", "float32", "cannot be read or written"),
     ],
 )
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, name, dtype, said):
