@@ -1,4 +1,4 @@
-"""Published decoders: five commit rules, and the remask rule of WINO."""
+"""Published decoders: ten commit rules, and the remask rule of WINO."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax import (
+    CommitRule,
     RemaskRule,
     Setting,
     certain,
@@ -33,6 +34,8 @@ from dlm_jax.sampling.rule_tools import (
     QuotaRule,
     choose,
     exceeds,
+    falling,
+    linear_quota,
     log_odds,
     log_odds_of,
     maximum,
@@ -43,10 +46,15 @@ from dlm_jax.sampling.rule_tools import (
 from dlm_jax.settings import SettingError, check_ids
 
 __all__ = [
+    "Credit",
     "Dawn",
+    "Dilated",
+    "Frechet",
+    "Hierarchical",
     "Klass",
     "LocalLeap",
     "PositionAware",
+    "Prophet",
     "SlowFast",
     "Wino",
 ]
@@ -55,6 +63,47 @@ __all__ = [
 def _share(name: str, default: float, about: str) -> Any:
     """A field with one value in [0, 1] per row."""
     return per_row(Setting(name, default, about, low=0.0, high=1.0))
+
+
+@rule
+class Frechet(Confident):
+    """Commits the most confident holes with ``L_n - U_n > delta``, and at least one hole.
+
+    ``L_n = max(0, sum of c_j up to n, minus (n - 1))`` is a lower bound on the joint probability of
+    the n candidates (Frechet), and ``U_n = 1 - c_n`` is an upper bound on the probability of any
+    other choice. The confidences ``c_n`` are in descending order (Kasa et al. 2026, Fast-dLLM++,
+    section 3). If all confidences are equal, the rule is Fast-dLLM's factor rule with a factor of
+    ``1 - delta``.
+    """
+
+    about = "holes with a high lower bound on their joint probability"
+    log_prob = certain
+
+    margin_B: jax.Array = per_row(
+        Setting(
+            "frechet_margin",
+            0.25,
+            "order=frechet: minimum difference between the lower bound on the joint probability "
+            "and the upper bound on that of any other choice; values down to -1 commit more than "
+            "the bounds allow",
+            low=-1e6,
+            high=1.0,
+        )
+    )
+    confidence: Measure = static(CONFIDENCE)
+
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        sure_BL, place_1L = (
+            falling(context, proposal),
+            jnp.arange(context.is_hole_BL.shape[1])[None],
+        )
+        is_hole_BL = place_1L < jnp.sum(context.is_hole_BL, axis=1, keepdims=True)
+        doubt_BL = jnp.where(is_hole_BL, jax.nn.sigmoid(-sure_BL), jnp.inf)
+        lead_BL = jnp.maximum(1.0 - jnp.cumsum(doubt_BL, axis=1), 0.0) - doubt_BL
+        count_B = jnp.sum(exceeds(lead_BL, self.margin_B[:, None], 1.0), axis=1)
+        return most_confident(context, proposal, jnp.maximum(count_B, 1)), state
 
 
 @rule
@@ -102,6 +151,101 @@ class LocalLeap(Confident):
         anchors_BL -= jnp.take_along_axis(upto_BL, first_BL, axis=1)
         is_near_BL = is_hole_BL & (anchors_BL > 0) & reached(sure_BL, self.relaxed_B)
         return is_anchor_BL | is_near_BL | most_confident(context, proposal, self.least_B), state
+
+
+@rule
+class Hierarchical(Confident):
+    """Commits holes with confidence >= threshold, and the most confident hole of each run.
+
+    Each step thus splits every run in two, so a run of n holes can take only about ``log2(n)``
+    steps (Ma et al. 2025, dInfer, section 4.2). If all holes are below the floor and the threshold,
+    only the most confident one is committed.
+    """
+
+    about = "the most confident hole of each run of holes, and all holes above the threshold"
+    log_prob = certain
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    floor_B: jax.Array = _share(
+        "hierarchy_floor",
+        0.0,
+        "order=hierarchical: minimum confidence for the most confident hole of a run; 0 is off",
+    )
+    confidence: Measure = static(CONFIDENCE)
+
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
+        is_best_BL = is_hole_BL & reaches(sure_BL, _most_of_run(sure_BL, is_hole_BL, -jnp.inf), 1.0)
+        assert context.preference_BL is not None, "the loop gives it"
+        preference_BL = jnp.where(is_best_BL, context.preference_BL, jnp.uint32(0))
+        is_best_BL &= preference_BL == _most_of_run(preference_BL, is_hole_BL, 0)
+        is_best_BL &= reached(sure_BL, self.floor_B)
+        is_sure_BL = is_hole_BL & reached(sure_BL, self.threshold_B)
+        surest_BL = most_confident(context, proposal, jnp.ones_like(context.step_B))
+        return is_best_BL | is_sure_BL | surest_BL, state
+
+
+def _most_of_run(x_BL: jax.Array, is_in_BL: jax.Array, least: float) -> jax.Array:
+    """The largest value within the run of True positions around each position, or `least`."""
+
+    def later(one: tuple[jax.Array, jax.Array], two: tuple[jax.Array, jax.Array]):
+        return jnp.where(two[1], two[0], jnp.maximum(one[0], two[0])), one[1] | two[1]
+
+    left_BL, right_BL = (
+        jax.lax.associative_scan(
+            later,
+            (jnp.where(is_in_BL, x_BL, jnp.array(least, x_BL.dtype)), ~is_in_BL),
+            reverse=reverse,
+            axis=1,
+        )[0]
+        for reverse in (False, True)
+    )
+    return jnp.maximum(left_BL, right_BL)
+
+
+_ROUNDS = 24
+"""Maximum number of rounds. float32 represents all integers up to 2**24 exactly."""
+
+
+@rule
+class Dilated(CommitRule):
+    """Commits the holes at multiples of ``s_t = a^(R - t)`` in round t.
+
+    A block of G holes takes ``R = ceil(log_a G)`` rounds, and t starts at 1 (Luxembourg et al.
+    2025, DUS, section 3). A step needs logits only at the positions of its round. Positions are
+    counted from the start of the canvas.
+    """
+
+    about = "a grid that is refined at each step, regardless of confidence"
+    log_prob = certain
+
+    base_B: jax.Array = per_row(
+        Setting(
+            "dilated_base",
+            2,
+            "order=dilated: factor by which each round divides the distance between positions",
+            low=2,
+            high=2**15,
+        )
+    )
+
+    def eligible(self, state: Any, context: CommitContext) -> jax.Array:
+        """The holes on the grid of this round; all holes after the last round."""
+        step_B, holes_B1 = context.step_B, context.first_holes_B[:, None]
+        base_B1 = self.base_B.astype(jnp.float32)[:, None]
+        power_BR = base_B1 ** jnp.arange(_ROUNDS)[None]
+        rounds_B = jnp.sum(power_BR < holes_B1, axis=1)
+        left_B1 = jnp.maximum(rounds_B - 1 - step_B, 0)[:, None]
+        spacing_B1 = jnp.round(jnp.take_along_axis(power_BR, left_B1, axis=1)).astype(jnp.int32)
+        place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
+        return context.is_hole_BL & (place_1L % jnp.maximum(spacing_B1, 1) == 0)
+
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        return context.is_hole_BL, state
 
 
 _RAREST = 1e-10
@@ -195,6 +339,68 @@ class PositionAware(Confident):
         place_BL = jnp.arange(is_hole_BL.shape[1])[None] - first_B1
         score_BL = jnp.log(counts_BL) - self.decay_B[:, None] * place_BL
         return most(score_BL, is_hole_BL, self.quota(context), context.preference_BL, 1.0), state
+
+
+_WIDEST_GAP = 30.0
+"""Upper bound on the gap of a hole, which is infinite if the second token has probability 0."""
+
+
+@rule
+class Prophet(Confident):
+    """Commits a quota of the most confident holes, or all holes if the mean gap reaches
+    ``tau(progress)``.
+
+    The gap of a hole is the difference between its two largest logits, and the mean is taken over
+    the holes of the block. The bound tau decreases in three stages (Li et al. 2025, Prophet,
+    equations 4 and 5: 7.5, 5.0 and 2.5).
+    """
+
+    about = "a quota of the most confident holes, or all holes when their predictions are clear"
+    log_prob = certain
+
+    gap_B: jax.Array = per_row(
+        Setting(
+            "prophet_gap",
+            7.5,
+            "order=prophet: minimum mean gap between the two largest logits at which all holes are "
+            "committed, >= 0; the second third of the steps uses 2/3 of it, and the last third 1/3",
+            low=0.0,
+            high=1e6,
+        )
+    )
+    confidence: Measure = static(CONFIDENCE)
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        super().check(row)
+        if row.resample:
+            raise SettingError(
+                "resample",
+                True,
+                "does not support the quota of order='prophet'",
+                "use order='threshold'",
+            )
+
+    def init(self, num_rows: int, num_positions: int) -> Any:
+        return jnp.zeros((num_rows, num_positions), jnp.float32)
+
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
+    ) -> tuple[jax.Array, Any]:
+        best_NK, _ = vocab.largest(logits_NV.astype(jnp.float32), min(2, logits_NV.shape[1]))
+        gap_N = jnp.minimum(best_NK[:, 0] - best_NK[:, -1], _WIDEST_GAP)
+        return super().score(state_N, logits_NV, drawn)[0], gap_N
+
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        is_hole_BL = context.is_hole_BL
+        gap_B = jnp.sum(jnp.where(is_hole_BL, state, 0.0), axis=1)
+        gap_B /= jnp.maximum(jnp.sum(is_hole_BL, axis=1), 1)
+        stage_B = jnp.minimum(3 * context.step_B // context.steps_B, 2)
+        is_clear_B = reaches(gap_B, self.gap_B * (3 - stage_B) / 3.0, _WIDEST_GAP)
+        surest_BL = most_confident(context, proposal, linear_quota(context))
+        return surest_BL | (is_hole_BL & is_clear_B[:, None]), state
 
 
 LEADING = 32
@@ -293,6 +499,94 @@ def _divergence(now_NK: jax.Array, before_NK: jax.Array) -> jax.Array:
         jnp.log(jnp.maximum(1.0 - jnp.exp(x).sum(axis=1), _LEAST)) for x in (now_NK, before_NK)
     )
     return term(now_NK, before_NK).sum(axis=1) + term(rest_N, rest_before_N)
+
+
+KEPT = 4
+"""Number of ids per position whose credit is stored; an id of -1 marks an empty entry."""
+
+
+@rule
+class Credit(Confident):
+    """Commits holes with confidence >= threshold under ``softmax(x + alpha ln(1 + C))``.
+
+    If no hole reaches the threshold, the most confident one is committed. The confidence of a hole
+    is its largest probability in this softmax. In each step, the most likely id v gains credit: ``C
+    <- beta C + [v] p(v)^gamma`` (Wang et al. 2025, CreditDecoding, section 4). Credit is stored for
+    4 ids per position. Candidates are drawn without credit.
+    """
+
+    about = "holes above the threshold, with a bonus for persistent predictions"
+    confidence = staticmethod(maximum)
+    log_prob = certain
+
+    threshold_B: jax.Array = per_row(THRESHOLD)
+    weight_B: jax.Array = per_row(
+        Setting(
+            "credit_weight",
+            0.7,
+            "order=credit: weight of the credit added to the logits, >= 0; 0 disables it",
+            low=0.0,
+            high=1e3,
+        )
+    )
+    decay_B: jax.Array = _share(
+        "credit_decay", 0.8, "order=credit: share of the credit that is kept at each step"
+    )
+    power_B: jax.Array = per_row(
+        Setting(
+            "credit_power",
+            0.2,
+            "order=credit: exponent of the credited probability, >= 0",
+            low=0.0,
+            high=1e3,
+        )
+    )
+    least_B: jax.Array = per_row(THRESHOLD_LEAST)
+
+    def init(self, num_rows: int, num_positions: int) -> Any:
+        shape = (num_rows, num_positions, KEPT)
+        return jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+    def score(
+        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
+    ) -> tuple[jax.Array, Any]:
+        ids_NK, credit_NK = state_N
+        logits_NV = logits_NV.astype(jnp.float32)
+        logprob_NV = jax.nn.log_softmax(logits_NV)
+        best_id_N1 = vocab.argmax(logprob_NV, vocab.TOLERANCE)[:, None]
+        best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
+        credit_NK = self.decay_B[drawn.row_N][:, None] * credit_NK
+        # The credit is written to the slot of the id, or else to the slot with the least credit.
+        is_own_NK = ids_NK == best_id_N1
+        rank_NK = jnp.where(is_own_NK, -jnp.inf, credit_NK)
+        is_slot_NK = jnp.arange(KEPT)[None] == place_of_largest(-rank_NK)[:, None]
+        gain_N1 = jnp.exp(self.power_B[drawn.row_N][:, None] * best_N1)
+        own_NK = jnp.where(is_own_NK, credit_NK, 0.0) + gain_N1
+        ids_NK = jnp.where(is_slot_NK, best_id_N1, ids_NK)
+        credit_NK = jnp.where(is_slot_NK, own_NK, credit_NK)
+        # Each probability is multiplied by exp(alpha ln(1 + C)) and divided by the sum of these
+        # products. All factors are divided by the largest, because they can overflow float32.
+        gain_NK = self.weight_B[drawn.row_N][:, None] * jnp.log1p(credit_NK)
+        gain_NK = jnp.where(ids_NK >= 0, gain_NK, 0.0)
+        peak_N1 = gain_NK.max(axis=1, keepdims=True)
+        factor_NK, one_N1 = jnp.exp(gain_NK - peak_N1), jnp.exp(-peak_N1)
+        share_NK = jnp.exp(jnp.take_along_axis(logprob_NV, jnp.maximum(ids_NK, 0), axis=1))
+        share_NK = jnp.where(ids_NK >= 0, share_NK, 0.0)
+        # The most likely id is one of those with credit. Its rivals are these and all other ids.
+        _, rest_N = vocab.max_and_rest(logits_NV)
+        rival_NK = jnp.where(ids_NK == best_id_N1, 0.0, share_NK)
+        others_N = jnp.maximum(rest_N / (1.0 + rest_N) - rival_NK.sum(axis=1), 0.0)
+        product_NK = share_NK * factor_NK
+        is_most_NK = jnp.arange(KEPT)[None] == place_of_largest(product_NK)[:, None]
+        less_N = others_N * one_N1[:, 0] + jnp.where(is_most_NK, 0.0, product_NK).sum(axis=1)
+        return jnp.log(product_NK.max(axis=1)) - jnp.log(less_N), (ids_NK, credit_NK)
+
+    def select(
+        self, state: Any, context: CommitContext, proposal: Proposal
+    ) -> tuple[jax.Array, Any]:
+        is_sure_BL = reached(proposal.confidence_BL, self.threshold_B)
+        is_sure_BL &= context.is_hole_BL
+        return is_sure_BL | most_confident(context, proposal, self.least_B), state
 
 
 @rule

@@ -10,11 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from oracles.commit import most_confident
+from oracles.commit import most_confident, quota
 
 
 def _surest(confidence: Sequence[float], places: Sequence[int], count: int = 1) -> set[int]:
     return set(most_confident({i: confidence[i] for i in places}, count))
+
+
+def frechet(confidence: Sequence[float], holes: Sequence[int], margin: float) -> set[int]:
+    """The longest prefix, surest first, with `max(0, sum c - (n-1)) - (1 - c_n) > margin`."""
+    ranked = most_confident({i: confidence[i] for i in holes}, len(holes))
+    count = 0
+    for n in range(1, len(ranked) + 1):
+        chosen = [confidence[i] for i in ranked[:n]]
+        lower = max(0.0, sum(chosen) - (n - 1))
+        if lower - (1 - chosen[-1]) <= margin:
+            break
+        count = n
+    return set(ranked[: max(count, 1)])
 
 
 def local_leap(
@@ -27,6 +40,31 @@ def local_leap(
         if confidence[i] >= relaxed and any(abs(i - anchor) <= radius for anchor in anchors)
     }  # fmt: skip
     return anchors | near | _surest(confidence, holes)
+
+
+def hierarchical(
+    confidence: Sequence[float], holes: Sequence[int], tau: float, floor: float
+) -> set[int]:
+    """The surest hole of each run of neighbours if it reaches `floor`, and all that reach `tau`."""
+    runs: list[list[int]] = []
+    for i in sorted(holes):
+        if runs and runs[-1][-1] == i - 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    best = set().union(*(_surest(confidence, run) for run in runs))
+    chosen = {i for i in best if confidence[i] >= floor}
+    chosen |= {i for i in holes if confidence[i] >= tau}
+    return chosen | _surest(confidence, holes)
+
+
+def dilated(holes: Sequence[int], first_holes: int, step: int, base: int) -> set[int]:
+    """Multiples of `base ** (R - t)` in round t from 1, with R the least of `base**R >= holes`."""
+    rounds = 0
+    while base**rounds < first_holes:
+        rounds += 1
+    spacing = base ** max(rounds - (step + 1), 0)
+    return {i for i in holes if i % spacing == 0}
 
 
 def position_aware(
@@ -46,6 +84,24 @@ def position_aware(
         rare = -math.log(shares.get(tokens[i], rest))
         scores[i] = math.exp(-decay * (i - min(holes))) * min(probability[i] * rare, limit)
     return set(most_confident(scores, count))
+
+
+def prophet(
+    confidence: Sequence[float],
+    gaps: Sequence[float],
+    holes: Sequence[int],
+    bound: float,
+    step: int,
+    steps: int,
+) -> set[int]:
+    """All holes if their mean gap reaches the bound of the stage, else an even quota of them."""
+    if not holes:
+        return set()
+    progress = step / steps
+    tau = bound * (1 if progress < 1 / 3 else 2 / 3 if progress < 2 / 3 else 1 / 3)
+    if sum(gaps[i] for i in holes) / len(holes) >= tau:
+        return set(holes)
+    return _surest(confidence, holes, quota(len(holes), steps - step))
 
 
 def divergence(p: Sequence[float], q: Sequence[float]) -> float:
@@ -71,6 +127,18 @@ def klass(
         if is_stable and now[i] > tau:
             ready.add(i)
     return ready or _surest(now, holes)
+
+
+def credited(
+    history: Sequence[Sequence[float]], weight: float, decay: float, power: float
+) -> float:
+    """Largest probability of one position under `softmax(ln p + weight ln(1 + credit))`."""
+    credit = [0.0] * len(history[0])
+    for p in history:
+        credit = [decay * c for c in credit]
+        credit[max(range(len(p)), key=lambda v: p[v])] += max(p) ** power
+    raised = [p * (1 + c) ** weight for p, c in zip(history[-1], credit, strict=True)]
+    return max(raised) / sum(raised)
 
 
 class SlowFast:

@@ -88,14 +88,38 @@ TOKENS = RNG.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
 SHARE = RNG.uniform(0.1, 0.9, ROWS).astype(np.float32)
 LESS = (SHARE * RNG.uniform(0.3, 1.0, ROWS)).astype(np.float32)
 FEW = RNG.integers(0, 4, ROWS)
+MARGIN = RNG.uniform(-0.9, 0.3, ROWS).astype(np.float32)
 
 
-def test_holes_near_a_confident_one_are_committed():
-    rule = _rule("local_leap", threshold=SHARE, leap_threshold=LESS, leap_radius=FEW)
-    chosen = np.asarray(_select(rule, _context(IS_HOLE), TOKENS, SURE))
-    _same(chosen, lambda row, holes: oracle.local_leap(
-        SURE[row], holes, SHARE[row], LESS[row], FEW[row]
-    ))  # fmt: skip
+@pytest.mark.parametrize(
+    ("order", "columns", "wanted"),
+    [
+        ("frechet", {"frechet_margin": MARGIN},
+         lambda row, holes: oracle.frechet(SURE[row].tolist(), holes, float(MARGIN[row]))),
+        ("local_leap", {"threshold": SHARE, "leap_threshold": LESS, "leap_radius": FEW},
+         lambda row, holes: oracle.local_leap(SURE[row], holes, SHARE[row], LESS[row], FEW[row])),
+        ("hierarchical", {"threshold": SHARE, "hierarchy_floor": LESS},
+         lambda row, holes: oracle.hierarchical(SURE[row], holes, SHARE[row], LESS[row])),
+    ],
+    ids=["frechet", "local_leap", "hierarchical"],
+)  # fmt: skip
+def test_rule_equals_the_oracle(order, columns, wanted):
+    chosen = _select(_rule(order, **columns), _context(IS_HOLE), TOKENS, SURE)
+    _same(np.asarray(chosen), wanted)
+
+
+def test_the_grid_gets_finer_and_its_rounds_fill_the_block():
+    base = 2 + np.random.default_rng(5).integers(0, 3, ROWS)
+    rule, left = _rule("dilated", dilated_base=base), IS_HOLE.copy()
+    first = IS_HOLE.sum(1)
+    for step in range(4):
+        chosen = np.asarray(_select(rule, _context(left, step, first=first), TOKENS, SURE))
+        for row in range(ROWS):
+            holes = np.flatnonzero(left[row]).tolist()
+            want = oracle.dilated(holes, int(first[row]), step, int(base[row]))
+            assert set(np.flatnonzero(chosen[row]).tolist()) == want
+        left &= ~chosen
+    assert not left.any()
 
 
 def test_position_and_rarity_decide_about_the_quota():
@@ -125,6 +149,22 @@ def _softmax(logits):
     return weights / weights.sum(-1, keepdims=True)
 
 
+def test_all_are_committed_once_the_mean_gap_is_large():
+    rng = np.random.default_rng(1)
+    (logits,) = _logits(1, rng)
+    step = rng.integers(0, STEPS, ROWS)
+    rule = _rule("prophet", prophet_gap=(3 * SHARE).astype(np.float32))
+    kept, sure = _observe(rule, rule.init(ROWS, LENGTH), logits)
+    ranked = np.sort(logits, axis=-1)
+    gaps = ranked[..., -1] - ranked[..., -2]
+    np.testing.assert_allclose(kept, gaps, rtol=1e-5)
+    chosen = np.asarray(_select(rule, _context(IS_HOLE, step), TOKENS, sure, kept))
+    _same(chosen, lambda row, holes: oracle.prophet(
+        np.asarray(sure)[row].tolist(), gaps[row].tolist(), holes, 3 * float(SHARE[row]),
+        int(step[row]), STEPS,
+    ))  # fmt: skip
+
+
 def test_what_is_stable_and_sure_is_committed():
     rng = np.random.default_rng(2)
     bound = rng.choice([0.01, 0.1, 0.5], ROWS).astype(np.float32)
@@ -140,6 +180,34 @@ def test_what_is_stable_and_sure_is_committed():
             [p[row].tolist() for p in history], holes, float(SHARE[row]) / 2, float(bound[row]),
             int(FEW[row]),
         ), least=2)  # fmt: skip
+
+
+def test_credit_raises_what_a_position_keeps_predicting():
+    rng = np.random.default_rng(3)
+    weight, decay, power = (rng.uniform(0, 1.5, ROWS).astype(np.float32) for _ in range(3))
+    decay = np.minimum(decay, 1.0)
+    rule = _rule("credit", credit_weight=weight, credit_decay=decay, credit_power=power)
+    kept, history = rule.init(ROWS, LENGTH), []
+    for logits in _logits(4, rng):
+        kept, sure = _observe(rule, kept, logits)
+        history.append(_softmax(logits))
+        for row in range(0, ROWS, 5):
+            for place in range(LENGTH):
+                want = oracle.credited(
+                    [p[row, place].tolist() for p in history], weight[row], decay[row], power[row]
+                )
+                assert sure[row, place] == pytest.approx(want, rel=2e-5)
+
+
+def test_an_id_that_takes_the_place_of_another_takes_none_of_its_credit():
+    ones = np.ones(ROWS, np.float32)
+    rule = _rule("credit", credit_weight=ones, credit_decay=ones, credit_power=0 * ones)
+    kept, sure = rule.init(ROWS, LENGTH), None
+    for best in range(5):  # one more than a position has room for
+        likely = np.where(np.arange(VOCAB) == best, 0.4, 0.1)
+        kept, sure = _observe(rule, kept, np.log(np.tile(likely, (ROWS, LENGTH, 1))))
+    # Each of the last four ids has a credit of 1, which doubles its probability.
+    np.testing.assert_allclose(sure, 0.8 / (0.8 + 3 * 0.2 + 3 * 0.1), rtol=1e-5)
 
 
 def test_dependences_decide_what_commits_together():
@@ -219,6 +287,22 @@ def test_verification_remasks_the_least_likely_and_fewer_than_were_committed():
     assert chosen.any() and rule.is_active().all()
 
 
+def test_credit_of_any_weight_is_a_probability():
+    rule = decoders.Credit(*(jnp.array([x]) for x in (0.9, 1e3, 1.0, 0.5)), jnp.array([1]))
+    kept, row_N = jax.tree.map(lambda x: x[0], rule.init(1, 2)), jnp.zeros(2, jnp.int32)
+    logits_NV = jnp.log(jnp.array([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]))
+    for _ in range(4):
+        drawn = DrawnTokens(row_N, row_N, jnp.zeros(2), lambda: logits_NV)
+        sure_N, kept = rule.score(kept, logits_NV, drawn)
+    np.testing.assert_allclose(jax.nn.sigmoid(sure_N), 1.0, rtol=1e-6)
+
+
+def test_what_a_rule_keeps_is_never_of_all_ids():
+    for rule in TABLE.commit.values():
+        state = rule.init(rule, 2, 3)  # type: ignore[arg-type]
+        assert all(x.shape[0] == 2 and x.size <= 2 * 3 * 32 for x in jax.tree.leaves(state))
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
@@ -226,6 +310,7 @@ def test_verification_remasks_the_least_likely_and_fewer_than_were_committed():
         ({"common_ids": 3}, "common_ids=3 is not a mapping; use {12: 0.05}"),
         ({"common_ids": ((3, 0.1), (3, 0.2))}, "common_ids=.* names an id twice; add up"),
         ({"klass_steps": -1}, r"klass_steps=-1 is outside \[0, .*; use"),
+        ({"order": "prophet", "resample": True}, "resample=True does not support the quota"),
         ({"order": "position_aware", "resample": True}, "resample does not support a quota"),
         ({"order": "slow_fast", "edit": True, "edit_token": "mask"}, "edit=True changes the span"),
         ({"verify_threshold": 1.5}, r"verify_threshold=1.5 is outside \[0, 1\]; use"),

@@ -52,7 +52,7 @@ def test_no_decision_on_an_empty_canvas_hangs_on_rounding(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["klass-wino", "dawn-wino", "slow_fast-none"])
+@pytest.mark.parametrize("name", ["klass-wino", "credit-none", "dawn-wino", "slow_fast-none"])
 def test_eight_devices_and_another_canvas_have_the_same_randomness(name):
     laws.test_eight_devices_and_another_canvas_have_the_same_randomness(name)
 
