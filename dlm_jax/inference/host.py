@@ -310,8 +310,7 @@ class HostLoop:
 def _fill(program: Program, params: Params, state: State, inputs: StepProposal) -> FillInput:
     """The input of the fill that drew the candidates."""
     seen, is_open_BL = inputs.context, inputs.is_open_BL
-    fill = fill_input(program, params, state, inputs.output, seen, is_open_BL, seen.is_visible_BL)
-    return dataclasses.replace(fill, rule=state.rules.commit, rule_state=state.rule_state)
+    return fill_input(program, params, state, inputs.output, seen, is_open_BL, seen.is_visible_BL)
 
 
 def _read(

@@ -287,7 +287,7 @@ def fill_input(
     is_open_BL: jax.Array,
     is_seen_BL: jax.Array,
 ) -> FillInput:
-    """The input of a fill without a rule, given the output of the trunk and the visible tokens."""
+    """The input of a fill, given the output of the trunk and the visible tokens."""
     chain = step_chain(state)
     return FillInput(
         network=program.network,
@@ -302,6 +302,10 @@ def fill_input(
         chain=chain,
         prepared=chain.prepare(state.chain_state, context),
         key_B=step_keys(state)[0],
+        rule=state.rules.commit,
+        rule_state=state.rule_state,
+        is_given_BL=state.canvas.frozen_BL,
+        banned_ids=program.banned_ids,
     )
 
 
@@ -324,11 +328,7 @@ def draw_candidates(
         rules = state.rules
         fill = dataclasses.replace(
             fill_input(program, params, state, *inputs),
-            is_given_BL=state.canvas.frozen_BL,
             keeps_best=rules.edit is not None and "likeliest" in rules.edit.needs,
-            banned_ids=program.banned_ids,
-            rule=rules.commit,
-            rule_state=state.rule_state,
             is_traced=program.num_traced > 0,
             signal_BLD=state.signal_BLD,
             **arrays,
