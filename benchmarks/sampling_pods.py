@@ -148,7 +148,8 @@ def compiled(step: Step, mesh: Mesh, options: tuple[str, ...]) -> jax.stages.Com
     chosen = compiler.options("sample", mesh, options)
     if step.kind == "rest":
         advance, params, make = rest(step, network, params, split, chosen)
-        return advance.compile(params, _abstract(make, split))
+        limit = jax.ShapeDtypeStruct((), "int32")
+        return advance._jitted.lower(params, _abstract(make, split), limit, limit).compile()
     function, donated = _pass(step, network, split)
     cached = network.cached
     assert cached is not None

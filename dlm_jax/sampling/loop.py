@@ -54,11 +54,6 @@ class Advance:
         self.has_run = True
         return state
 
-    def compile(self, params: Params, state: State) -> jax.stages.Compiled:
-        """The compiled program of a call. Shapes with shardings can be passed instead of arrays."""
-        limit = jax.ShapeDtypeStruct((), np.int32)
-        return self._jitted.lower(params, state, limit, limit).compile()
-
     def _advance(
         self, params: Params, state: State, num_steps: jax.Array, num_ends: jax.Array
     ) -> State:
