@@ -17,6 +17,7 @@ from dlm_jax.sampling.commit.commit_rule import attention_blocks
 from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, place_of_largest
 from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import State
 from dlm_jax.types import CachedTrunk, Params, Window, live_positions
 
@@ -24,9 +25,8 @@ _HUGE = 3e38
 _PREFILL = 32
 """Number of positions per chunk of a prompt on CPUs, where the cost follows the positions."""
 
-Pass = tuple[TrunkOutput, CacheState | None, jax.Array, jax.Array]
-"""(trunk output, cache, number of forward passes ``[B]``, number of live positions computed with a
-cache ``[B]``)."""
+Pass = tuple[TrunkOutput, CacheState | None, Counters]
+"""The trunk's output, the cache, and the counts of the running rows."""
 
 
 def with_cache(program: Program, params: Params, state: State) -> State:
@@ -59,13 +59,13 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
     network, canvas, block = program.network, state.canvas, state.block
     if state.rules.cache is not None:
         return _cached_forward(program, params, state, is_open_BL)
-    ones_B, zeros_B = jnp.ones_like(canvas.length_B), jnp.zeros_like(canvas.length_B)
+    runs_B = state.is_running_B.astype(jnp.int32)
     if network.behind is not None:  # a canvas: no later tokens are visible
         length_B = jnp.minimum(canvas.length_B, block.end_B)
         hidden_BLD = network.behind(
             params, canvas.tokens_BL, length_B, block.begin_B, _signal(state)
         )
-        return TrunkOutput(hidden_BLD), None, ones_B, zeros_B
+        return TrunkOutput(hidden_BLD), None, Counters(forwards=runs_B)
     attention_BLL = None
     if num_blocks := attention_blocks(state.rules.commit.needs):
         assert network.inside is not None, "the request was checked"
@@ -77,7 +77,7 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
         hidden_BLD = hidden(network, params, canvas.tokens_BL, canvas.length_B)
     output = TrunkOutput(hidden_BLD, attention_BLL=attention_BLL)
     if not program.is_guided:
-        return output, None, ones_B, zeros_B
+        return output, None, Counters(forwards=runs_B)
     is_guided_B, uncond_BL = state.row.guidance_B != 0, _uncond_tokens(program, state)
     uncond_BLD = jax.lax.cond(
         jnp.any(is_guided_B & state.is_running_B),
@@ -85,7 +85,7 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
         lambda: jnp.zeros_like(hidden_BLD),
     )
     output = output._replace(uncond_BLD=uncond_BLD, scale_B=state.row.guidance_B)
-    return output, None, ones_B + is_guided_B, zeros_B
+    return output, None, Counters(forwards=runs_B * (1 + is_guided_B))
 
 
 def _signal(state: State) -> jax.Array | None:
@@ -207,12 +207,12 @@ def _cached_forward(program: Program, params: Params, state: State, is_open_BL: 
     kv_cache, hidden_BWD = run(cache.kv_cache, state.canvas.tokens_BL, runs_B)
     offset_BL = jnp.arange(num_positions)[None] - place_B[:, None]
     output = TrunkOutput(hidden_BWD, at_BL=jnp.clip(offset_BL, 0, width - 1))
-    uncond, passes_B = cache.uncond_kv_cache, jnp.ones_like(length_B)
+    uncond, passes_B = cache.uncond_kv_cache, runs_B.astype(jnp.int32)
     if program.is_guided:
         is_guided_B = state.row.guidance_B != 0
         uncond, uncond_BWD = run(uncond, _uncond_tokens(program, state), runs_B & is_guided_B)
         output = output._replace(uncond_BLD=uncond_BWD, scale_B=state.row.guidance_B)
-        passes_B += is_guided_B
+        passes_B *= 1 + is_guided_B
     valid_B = begin_B + (trunk.block_length == 1)
     valid_B = jnp.where(runs_B, valid_B, cache.valid_B).astype(jnp.int32)
 
@@ -228,8 +228,8 @@ def _cached_forward(program: Program, params: Params, state: State, is_open_BL: 
     if trunk.canvas is not None:
         forwards_B += is_due_B
     num_B = jnp.where(is_due_B, whole_B, num_B)
-    state_after = CacheState(kv_cache, uncond, valid_B)
-    return output, state_after, forwards_B * passes_B, num_B * passes_B
+    counters = Counters(forwards=forwards_B * passes_B, positions=num_B * passes_B)
+    return output, CacheState(kv_cache, uncond, valid_B), counters
 
 
 def in_groups(

@@ -119,7 +119,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         own_BL = jnp.where(is_own_BL, tokens_BL, -1 if own_BL is None else own_BL)
 
     # Forward.
-    output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
+    output, cache, counters = forward(program, params, state, is_open_BL)
     commit = commit._replace(attention_BLL=output.attention_BLL)
 
     # Propose.
@@ -136,11 +136,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         own_BL=own_BL,
         is_scored_BL=is_scored_BL,
     )
-    counters = Counters(
-        forwards=state.is_running_B * forwards_B,
-        positions=state.is_running_B * positions_B,
-        filled=jnp.sum(is_open_BL, axis=1),
-    ).plus(Counters(**filled.counts))
+    num_open_B = jnp.sum(is_open_BL, axis=1)
     return state, StepProposal(
         is_open_BL=is_open_BL,
         is_read_BL=is_read_BL,
@@ -148,7 +144,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         context=context,
         output=output,
         cache=cache,
-        counters=counters,
+        counters=counters.plus(Counters(filled=num_open_B, **filled.counts)),
         filled=filled,
     )
 

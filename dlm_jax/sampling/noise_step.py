@@ -62,7 +62,7 @@ def step(program: Program, params: Params, state: State) -> State:
     is_open_BL = noise_context.is_open_BL
 
     # Forward.
-    output, cache, forwards_B, positions_B = forward(program, params, state, is_open_BL)
+    output, cache, counters = forward(program, params, state, is_open_BL)
 
     # Propose. The rule scores the current tokens.
     filled = draw_candidates(
@@ -83,11 +83,7 @@ def step(program: Program, params: Params, state: State) -> State:
     is_written_BL = is_open_BL & is_finite_B[:, None]
     is_last_mask_BL = (tokens_BL == mask_id) & block.is_last_step_B[:, None]
     is_taken_BL = is_written_BL & (update.is_candidate_BL | is_last_mask_BL)
-    counters = Counters(
-        forwards=is_running_B * forwards_B,
-        positions=is_running_B * positions_B,
-        filled=jnp.sum(is_open_BL, axis=1),
-    ).plus(Counters(**filled.counts))
+    counters = counters.plus(Counters(filled=jnp.sum(is_open_BL, axis=1), **filled.counts))
     written_BL = jnp.where(is_taken_BL, proposal.tokens_BL, tokens_BL)
     state = state._replace(
         canvas=state.canvas._replace(tokens_BL=written_BL),
