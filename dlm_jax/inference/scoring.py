@@ -247,10 +247,6 @@ class DecodingRow(NamedTuple):
     places: Sequence[int]
 
 
-class Stopped(Exception):
-    """Raised when the caller cancels the remaining batches."""
-
-
 def order_logprobs(
     model: Model,
     rows: Iterable[DecodingRow],
@@ -273,76 +269,17 @@ def order_logprobs(
             shown[places[count:]] = model.tokenizer.mask_id
             reads.append((shown, place, int(row.ids[place])))
         sizes.append(places.size)
-    values = _read_logprobs(model, reads, batch_size, num_rows)[0].astype(np.float64)
+    values = _read_logprobs(model, reads, batch_size, num_rows).astype(np.float64)
     return np.array([part.sum() for part in np.split(values, np.cumsum(sizes))[:-1]])
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities in nats of the n tokens of a text, each given the tokens before it.
-
-    Attributes:
-      ids: int32 ``[n]``, the tokens.
-      logprobs: float32 ``[n]``, NaN at the first token if the network does not predict it
-        (`Network.predicts_first`).
-      top_ids: int32 ``[n, K]``, the most likely ids at each position, most likely first.
-      top_logprobs: float32 ``[n, K]``.
-    """
-
-    ids: np.ndarray
-    logprobs: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
-
-
-def token_logprobs(
-    model: Model,
-    texts: Sequence[np.ndarray],
-    *,
-    num_top: int = 1,
-    batch_size: int = 32,
-    goes_on: Callable[[], bool] = lambda: True,
-) -> list[TokenLogprobs]:
-    """Returns the log-probabilities of the tokens of each text, given as ids.
-
-    A causal model takes one forward pass per text, and the values sum to the exact likelihood (of
-    the tokens after the first, if the network does not predict the first one). Other models decode
-    the text from left to right, as in `order_logprobs`, which takes one forward pass per token.
-    MASK is excluded, as in the losses, and no id that is never written is among the most likely
-    ones.
-
-    `goes_on` is called before each batch. If it returns False, no further batches run, and
-    `Stopped` is raised.
-    """
-    texts, reads = [np.asarray(ids, np.int32) for ids in texts], []
-    for ids in texts:
-        for place in range(ids.size):
-            shown = ids
-            if not model.is_causal:
-                shown = np.where(np.arange(ids.size) < place, ids, model.tokenizer.mask_id)
-            reads.append((shown, place, int(ids[place])))
-    num_top = min(num_top, model.network.vocab_size - len(model.banned_ids))
-    columns = _read_logprobs(model, reads, batch_size, num_top=num_top, goes_on=goes_on)
-    ends = np.cumsum([ids.size for ids in texts], dtype=int)
-    split = (np.split(column, ends)[:-1] for column in columns)
-    results = [TokenLogprobs(*parts) for parts in zip(texts, *split, strict=True)]
-    if not model.network.predicts_first:
-        for result in results:
-            result.logprobs[:1] = np.nan
-    return results
 
 
 def _read_logprobs(
     model: Model,
     reads: Sequence[tuple[np.ndarray, int, int]],
     batch_size: int,
-    num_rows: int | None = None,
-    *,
-    num_top: int = 0,
-    goes_on: Callable[[], bool] = lambda: True,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the log-probability of each read (canvas, position, id), float32 ``[N]``, and the
-    `num_top` most likely ids of its position with their log-probabilities, ``[N, num_top]``.
-    """
+    num_rows: int | None,
+) -> np.ndarray:
+    """Returns the log-probability of each read (canvas, position, id), float32 ``[N]``."""
     if not model.process.is_masked:
         raise ValueError(
             "tokens are scored in holes, but the model was trained with objective.process="
@@ -357,27 +294,16 @@ def _read_logprobs(
     for canvas in canvases.values():
         sizes.setdefault(canvas_size(canvas[0].size, is_shared=True), []).append(canvas)
     most = max((len(known) for _, known in canvases.values()), default=1)
-    shape = len(reads), num_top
-    results = (
-        np.zeros(len(reads), np.float32),
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.float32),
-    )
+    result, num_reads = np.zeros(len(reads), np.float32), _power_of_two(most)
     run = compiled(
         _logprobs_at,
         model.network,
         model.compiler_options,
         mask_id=unpredicted(model.network, model.tokenizer.mask_id),
-        banned_ids=model.banned_ids,
-        num_top=num_top,
     )
     for size, rows in sorted(sizes.items()):
         count = num_rows or min(batch_size, _power_of_two(len(rows)))
-        # A causal text is read at all positions of its canvas, so that few programs are compiled.
-        num_reads = size if num_top and model.is_causal else _power_of_two(most)
         for first in range(0, len(rows), count):
-            if not goes_on():
-                raise Stopped
             some = rows[first : first + count]
             tokens = np.full((count, size), model.tokenizer.pad_id, np.int32)
             length, place, ids = (np.zeros((n, count), np.int32) for n in (1, num_reads, num_reads))
@@ -385,11 +311,11 @@ def _read_logprobs(
                 tokens[row, : shown.size], length[0, row] = shown, shown.size
                 place[: len(known), row], ids[: len(known), row] = np.array([*known]).T
             values = run(model.params, tokens, np.maximum(length[0], 1), place, ids)
-            for result, value_PB in zip(results, jax.device_get(values), strict=True):
-                for row, (_, known) in enumerate(some):
-                    for index, numbers in enumerate(known.values()):
-                        result[numbers] = value_PB[index, row]
-    return results
+            value_PB = np.asarray(values)
+            for row, (_, known) in enumerate(some):
+                for index, numbers in enumerate(known.values()):
+                    result[numbers] = value_PB[index, row]
+    return result
 
 
 def _logprobs_at(
@@ -401,30 +327,20 @@ def _logprobs_at(
     ids_PB: jax.Array,
     *,
     mask_id: int,
-    banned_ids: tuple[int, ...],
-    num_top: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the log-probabilities in nats of ids at positions, ``[P, B]``, and the `num_top` most
-    likely ids with their log-probabilities, ``[P, B, K]``. MASK is excluded, as in the losses.
+) -> jax.Array:
+    """Returns the log-probabilities in nats of ids at positions, ``[P, B]``. MASK is excluded, as
+    in the losses.
     """
     hidden_BLD = positions.hidden(network, params, tokens_BL, length_B)
 
-    def at(read: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def at(read: tuple[jax.Array, jax.Array]) -> jax.Array:
         place_B, ids_B = read
         hidden_BD = jnp.take_along_axis(hidden_BLD, place_B[:, None, None], axis=1)[:, 0]
         logits_BV = positions.logits(network, params, hidden_BD)
         is_mask_1V = jnp.arange(logits_BV.shape[1])[None] == mask_id
         logits_BV = jnp.where(is_mask_1V, -jnp.inf, logits_BV)
-        if not num_top:
-            norm_B1 = jax.nn.logsumexp(logits_BV, axis=1, keepdims=True)
-            logprobs_B1 = jnp.take_along_axis(logits_BV, ids_B[:, None], axis=1) - norm_B1
-            none_B0 = logprobs_B1[:, :0]
-            return logprobs_B1[:, 0], none_B0.astype(jnp.int32), none_B0
-        logprobs_BV = jax.nn.log_softmax(logits_BV)
-        written_BV = logprobs_BV.at[:, np.array(banned_ids, int)].set(-jnp.inf)
-        top_BK, top_ids_BK = jax.lax.top_k(written_BV, num_top)
-        logprobs_B1 = jnp.take_along_axis(logprobs_BV, ids_B[:, None], axis=1)
-        return logprobs_B1[:, 0], top_ids_BK, top_BK
+        norm_B1 = jax.nn.logsumexp(logits_BV, axis=1, keepdims=True)
+        return (jnp.take_along_axis(logits_BV, ids_B[:, None], axis=1) - norm_B1)[:, 0]
 
     return jax.lax.map(at, (place_PB, ids_PB))
 
