@@ -243,6 +243,8 @@ class _SchemaWriter:
 
     def _array(self, schema: Mapping[str, Any], where: str) -> str | None:
         low, high = self._counts(schema, "Items", where)
+        if high is not None and high < low:
+            return None
         is_free = "items" not in schema
         item = _free(self._any_depth) if is_free else self.value(schema["items"], f"{where}/items")
         return _repeated(r"\[", item, ",[ ]?", r"\]", low, high)

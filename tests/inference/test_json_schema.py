@@ -259,6 +259,7 @@ def test_a_format_that_json_schema_does_not_define_has_no_effect(schema, name):
         ({"type": "integer", "multipleOf": 5}, "'multipleOf' is not supported"),
         ({"type": "integer", "minimum": "5"}, "minimum=5 must be a number"),
         ({"type": "integer", "minimum": 5, "maximum": 4}, "no value matches"),
+        ({"type": "array", "minItems": 3, "maxItems": 1}, "no value matches"),
         ({"type": "text"}, "type 'text' is not supported"),
         ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "several parts"),
         ({"$ref": "#/$defs/a", "$defs": {"a": NODE | {"required": ["n"]}}}, "within 3 levels"),
