@@ -41,7 +41,6 @@ BLOCKS = [
     for block in _blocks(page)
 ]  # fmt: skip
 NAMES = (
-    "matching",
     "only_digits",
     "loop.step",
     "template",
@@ -107,26 +106,18 @@ def test_extras_of_the_first_page_exist():
     assert {"serve", "hub"} <= named <= set(project["optional-dependencies"])
 
 
-@pytest.mark.slow
-def test_a_prompt_with_a_host_sampler_matches_its_pattern(model, capsys, monkeypatch):
+def test_a_host_sampler_of_ones_own_is_obeyed_in_its_row(model, capsys, monkeypatch):
     out, scope = _printed(NAMES[0], model, capsys, monkeypatch)
     first, second = scope["result"].texts
-    assert re.fullmatch(r"version \d\.\d\d?(\.\d)?", first)
-    assert not re.fullmatch(r"module [\d.]+", second)
+    assert re.fullmatch(r"version \d{6}", first) and not re.fullmatch(r"module [\d.]+", second)
     assert [len(records) for records in scope["result"].read_back] == [6, 0]
     assert first in out
-
-
-def test_a_host_sampler_of_ones_own_is_obeyed_in_all_rows(model, capsys, monkeypatch):
-    out, scope = _printed(NAMES[1], model, capsys, monkeypatch)
-    for text in scope["result"].texts:
-        assert re.fullmatch(r"(version|page) \d{4}", text)
     assert out.endswith("choice among the remaining candidates: host (only_digits)\n")
 
 
 @pytest.mark.slow
 def test_single_steps_tell_of_both_rows(model, capsys, monkeypatch):
-    out, scope = _printed(NAMES[2], model, capsys, monkeypatch)
+    out, scope = _printed(NAMES[1], model, capsys, monkeypatch)
     assert out.count("\n0 ") + out.startswith("0 ") >= 1
     assert out.count("\n1 ") + out.startswith("1 ") >= 1
     assert (scope["state"].committed_BL[:, 8:12] >= 0).all()
@@ -134,7 +125,7 @@ def test_single_steps_tell_of_both_rows(model, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_templates_keep_their_text_and_drafts_are_rewritten(model, capsys, monkeypatch):
-    _, scope = _printed(NAMES[3], model, capsys, monkeypatch)
+    _, scope = _printed(NAMES[2], model, capsys, monkeypatch)
     template, draft, blocks = scope["result"].texts
     assert re.fullmatch(r"The .{5} statement .{8}\.", template, flags=re.DOTALL)
     assert draft.startswith("The ")
@@ -144,14 +135,14 @@ def test_templates_keep_their_text_and_drafts_are_rewritten(model, capsys, monke
 
 
 def test_a_stream_shows_the_canvas_every_so_many_steps(model, capsys, monkeypatch):
-    out, _ = _printed(NAMES[4], model, capsys, monkeypatch)
+    out, _ = _printed(NAMES[3], model, capsys, monkeypatch)
     assert [int(steps) for steps in re.findall(r"^0 (\d+) The ", out, flags=re.MULTILINE)] == [
         0, 2, 4, 6, 8,
     ]  # fmt: skip
 
 
 def test_rules_of_ones_own_are_obeyed(model, capsys, monkeypatch):
-    _, scope = _printed(NAMES[5], model, capsys, monkeypatch)
+    _, scope = _printed(NAMES[4], model, capsys, monkeypatch)
     result = scope["result"]
     for row, (count, prompt) in enumerate(zip((2, 4), scope["prompts"], strict=True)):
         committed = result.committed[row, len(prompt["prompt"]) : result.lengths[row]]
