@@ -15,16 +15,6 @@ def model(tmp_path_factory):
     return dlm_jax.load(cases.write(tmp_path_factory.mktemp("chat") / "model", "llada"))
 
 
-def test_a_conversation_is_written_as_the_template_says(model):
-    turns = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "yes"}]
-    assert model.chat.text(turns) == (
-        "<|start|>user hi<|end|><|start|>assistant yes<|end|><|start|>assistant "
-    )
-    ids = model.chat.ids(turns[:1], begins_answer=False).tolist()
-    letters = [cases.LETTERS.index(letter) for letter in "user hi"]
-    assert ids == [cases.START, *letters, cases.END]
-
-
 @pytest.mark.parametrize(
     "source",
     [

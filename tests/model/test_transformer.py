@@ -115,18 +115,6 @@ def test_what_lies_beyond_the_length_is_never_seen(variant):
     np.testing.assert_array_equal(before[1, :4], after[1, :4])
 
 
-def test_an_empty_row_gives_finite_logits_and_gradients():
-    network, params = toy.network(), toy.params()
-
-    def total(params):
-        hidden, _ = network.trunk(params, jnp.asarray(TOKENS), jnp.array([0, 1]), None)
-        return jnp.sum(hidden**2)
-
-    value, gradient = jax.jit(jax.value_and_grad(total))(params)
-    assert np.isfinite(value)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
-
-
 @pytest.mark.parametrize("policy", ["block", "attention", "key+middle+gate"])
 def test_remat_changes_no_gradient(policy):
     gradients = []
