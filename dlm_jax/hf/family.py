@@ -1,10 +1,7 @@
 """A family of published models: config fields, tensor names and presets, as tables.
 
 Every field of a config.json is used, known to have no effect, or rejected. Presets express the
-sampling loops of the models' own programs as settings; the first preset is the default. Each preset
-sets the commit order of its program, because the default order, ``random``, is meant for small
-models. Presets are greedy unless their program samples by default. Ties go to the lower position.
-The name of a preset is a key of ``Model.presets`` and a value of ``sample.py --preset``.
+sampling loops of the models' own programs as settings. The first is the default.
 """
 
 from __future__ import annotations

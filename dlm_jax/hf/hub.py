@@ -1,8 +1,7 @@
 """Models on the Hugging Face Hub: downloads into the Hub cache.
 
-`huggingface_hub` (the extra ``hub``) downloads, with its own cache, offline mode
-(``HF_HUB_OFFLINE``), endpoint (``HF_ENDPOINT``) and token (``hf auth login`` or ``HF_TOKEN``). Only
-data is downloaded: JSON, safetensors, merges and chat templates.
+`huggingface_hub` (the extra ``hub``) downloads, with its own cache, offline mode, endpoint and
+token. Only data is downloaded: JSON, safetensors, merges and chat templates.
 """
 
 from __future__ import annotations

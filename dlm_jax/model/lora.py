@@ -1,12 +1,9 @@
 """Low-rank adapters for the matrices of the blocks (LoRA, Hu et al. 2021).
 
-A target matrix ``W`` becomes ``W + (alpha / rank) A B``, with ``A [in, rank]`` random and ``B
-[rank, out]`` initially zero. The adapters are the parameters under ``adapters``; all other
-parameters are frozen. Each block adds its adapters at run time, so there is no second copy of the
-model.
-
-The target ``mask`` is the embedding of the last id, which is MASK in a model that was converted
-from a causal one and had none: the adapter is a vector that is added to it.
+A target ``W`` becomes ``W + (alpha / rank) A B`` at run time, with ``A [in, rank]`` random and ``B
+[rank, out]`` initially zero. The adapters are the parameters under ``adapters``; all others are
+frozen. The target ``mask`` is a vector that is added to the embedding of the last id, which is MASK
+in a model that was converted from a causal one and had none.
 """
 
 from __future__ import annotations

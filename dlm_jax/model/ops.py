@@ -308,8 +308,8 @@ def rows_of(kept: KeyValue, row_N: jax.Array) -> KeyValue:
 def as_it_lies(x: jax.Array) -> jax.Array:
     """Constrains `x` to a row-major memory layout.
 
-    Without `on_own_rows`, the compiler would not partition the constraint, and each device would
-    gather all rows.
+    The TPU compiler would transpose the whole cache at every step. Without `on_own_rows`, it would
+    not partition the constraint, and each device would gather all rows.
     """
 
     def held(x: jax.Array) -> jax.Array:

@@ -1,14 +1,12 @@
-"""What the architectures share: the parameters, the embedding, the LM head, stacks of layers, and
-the cache.
+"""What the architectures share: parameters, embedding, LM head, stacks of layers, and the cache.
 
 Flax NNX declares and initialises the parameters; it is not used outside `model/`. Parameters are a
 plain nested dict of float32 arrays. The layers of a stack have a leading axis and run in one loop,
 which compiles one layer.
 
 The cache has one leaf for the keys and one for the values of each stack, ``[B, layers, G, L, K]``
-in the compute dtype. The products of attention read this layout in place. Without a layout
-constraint, the TPU compiler would transpose the whole cache at every step. If the layers are
-unrolled, each layer has its own leaves, ``[B, G, L K]``, which the CPU compiler does not transpose.
+in the compute dtype, which attention reads in place. If the layers are unrolled, each layer has its
+own leaves, ``[B, G, L K]``, which the CPU compiler does not transpose.
 """
 
 from __future__ import annotations
