@@ -172,22 +172,18 @@ def route(
     chosen_by_NE = scores_NE if bias_E is None else scores_NE + bias_E[None]
     weighed_by_NE = chosen_by_NE if config.router_bias == "weight" else scores_NE
     if config.router_groups_kept < config.router_groups:
-        chosen_by_NE = _within_best_groups(config, chosen_by_NE)
+        scores_NGE = chosen_by_NE.reshape(chosen_by_NE.shape[0], config.router_groups, -1)
+        best_NG = jnp.sum(jax.lax.top_k(scores_NGE, 2)[0], axis=-1)
+        _, best_NK = jax.lax.top_k(best_NG, config.router_groups_kept)
+        group_11G = jnp.arange(config.router_groups)[None, None]
+        is_best_NG = jnp.any(best_NK[:, :, None] == group_11G, axis=1)
+        scores_NGE = jnp.where(is_best_NG[:, :, None], scores_NGE, -jnp.inf)
+        chosen_by_NE = scores_NGE.reshape(chosen_by_NE.shape)
     _, ids_NK = jax.lax.top_k(chosen_by_NE, config.experts_per_token)
     weights_NK = jnp.take_along_axis(weighed_by_NE, ids_NK, axis=1)
     if config.router_normalised:
         weights_NK /= jnp.sum(weights_NK, axis=1, keepdims=True) + 1e-20
     return ids_NK, weights_NK * config.router_scale
-
-
-def _within_best_groups(config: ModelConfig, scores_NE: jax.Array) -> jax.Array:
-    """The scores, with -inf outside the selected groups."""
-    scores_NGE = scores_NE.reshape(scores_NE.shape[0], config.router_groups, -1)
-    best_NG = jnp.sum(jax.lax.top_k(scores_NGE, 2)[0], axis=-1)
-    _, kept_NK = jax.lax.top_k(best_NG, config.router_groups_kept)
-    group_11G = jnp.arange(config.router_groups)[None, None]
-    is_kept_NG = jnp.any(kept_NK[:, :, None] == group_11G, axis=1)
-    return jnp.where(is_kept_NG[:, :, None], scores_NGE, -jnp.inf).reshape(scores_NE.shape)
 
 
 def mixture(

@@ -167,7 +167,10 @@ def mosaic_window(
     q = q.reshape(num_rows, num_groups, shared, -1, size)
     k, v = (padded(x, 2, _SUBLANES) for x in own_BGWK)
     v = v.swapaxes(1, 2).reshape(num_rows, -1, num_groups * size)
-    of_kept, of_own = _biases(seen, num_queries, queries, keys)
+    # The heads of a group share the biases of one.
+    of_kept, of_own = (x[:, :, :num_queries] for x in seen)
+    of_kept, of_own = (padded(x, 2, queries) if x.shape[2] > 1 else x for x in (of_kept, of_own))
+    of_kept, of_own = padded(of_kept, 3, keys, HIDDEN), padded(of_own, 3, _SUBLANES, HIDDEN)
 
     kept = pl.BlockSpec(
         (None, None, groups, keys, size),
@@ -175,6 +178,9 @@ def mosaic_window(
     )
     grid = num_rows, num_groups // groups, q.shape[3] // queries, pl.cdiv(num_kept, keys)
     sums = pltpu.VMEM((groups, shared * queries, _LANES), jnp.float32)
+    pairs = math.prod(q_BWHK.shape[:3]) * (of_kept.shape[3] + of_own.shape[3])
+    read = 2 * grid[2] * k.nbytes * of_kept.shape[3] // k.shape[2]
+    moved = 2 * (q_BWHK.nbytes + k.nbytes) + of_kept.nbytes + of_own.nbytes
     y = pl.pallas_call(
         functools.partial(_kernel, num_kept=num_kept),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -200,31 +206,13 @@ def mosaic_window(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary")
         ),
-        cost_estimate=_cost(q_BWHK, k, (of_kept, of_own), times_read=grid[2]),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * pairs * size, transcendentals=pairs, bytes_accessed=read + moved
+        ),
         interpret=interpret,
         name="window_attention",
     )(row_B, layer_B, group_B, q, *kept_RDGLK, k, v, of_kept, of_own)
     return y[:, :num_queries].reshape(q_BWHK.shape)
-
-
-def _cost(
-    q_BWHK: jax.Array, k_BGWK: jax.Array, biases: tuple[jax.Array, jax.Array], times_read: int
-) -> pl.CostEstimate:
-    num_kept, num_new = (x.shape[3] for x in biases)
-    pairs = math.prod(q_BWHK.shape[:3]) * (num_kept + num_new)
-    kept = 2 * times_read * k_BGWK.nbytes * num_kept // k_BGWK.shape[2]
-    moved = 2 * (q_BWHK.nbytes + k_BGWK.nbytes) + sum(x.nbytes for x in biases)
-    flops = 4 * pairs * q_BWHK.shape[3]
-    return pl.CostEstimate(flops=flops, transcendentals=pairs, bytes_accessed=kept + moved)
-
-
-def _biases(
-    seen: tuple[jax.Array, jax.Array], num_queries: int, queries: int, keys: int
-) -> tuple[jax.Array, jax.Array]:
-    """The biases of one head, which the heads of a group share, padded to tiles."""
-    of_kept, of_own = (x[:, :, :num_queries] for x in seen)
-    of_kept, of_own = (padded(x, 2, queries) if x.shape[2] > 1 else x for x in (of_kept, of_own))
-    return padded(of_kept, 3, keys, HIDDEN), padded(of_own, 3, _SUBLANES, HIDDEN)
 
 
 def _bias_block(bias_B1NM: jax.Array, queries: int, keys: int | None) -> pl.BlockSpec:
