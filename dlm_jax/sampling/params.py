@@ -207,7 +207,9 @@ def _rule_objects(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:
             continue  # a name or a value of the setting of this name
         if selector != slot and selector in layer:
             raise ValueError(f"{slot} and {selector} both select a rule; pass only one")
-        rules = list(value)[bool(value) and value[0] is ... :] if is_chain else [value]
+        rules: list[Any] = list(layer[slot]) if is_chain else [value]
+        if rules[:1] == [...]:
+            rules = rules[1:]
         for rule in rules:
             if is_chain and callable(rule) and not isinstance(rule, Rule | type):
                 rule = function_transform(rule)
