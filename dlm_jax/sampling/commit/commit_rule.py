@@ -149,6 +149,10 @@ class OrderRule(StepRule):
     selector = "order"
     rewrites: Any = None
 
+    def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> WithState:
+        """The score of N tokens, float32 ``[N]``, and the new state of their positions."""
+        raise NotImplementedError
+
 
 def head_of(needs: tuple[str, ...]) -> str:
     """The name of the head among the `needs` of a rule; empty if there is none."""
