@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -94,17 +93,6 @@ def test_the_best_model_of_another_model_is_not_kept_as_that_of_a_new_run(ours):
         "best has the best model of another run; move the directory elsewhere, or use another train"
     )
     _refused(ours, told, model__width=32)
-
-
-@pytest.mark.slow
-def test_a_run_that_begins_anew_finds_a_best_model_of_its_own(ours):
-    (before,) = _identities(ours)
-    figure = json.dumps(load_meta(ours / "best")["best"])
-    shutil.rmtree(ours / "checkpoints")
-    tiny_run.run(ours, **SHORT)
-    (after,) = _identities(ours)
-    assert after != before
-    assert json.dumps(load_meta(ours / "best")["best"]) == figure
 
 
 @pytest.mark.slow

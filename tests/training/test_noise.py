@@ -4,38 +4,13 @@ import jax
 import numpy as np
 import pytest
 import stage_cases
-import tiny_run
 import toy
 
-import dlm_jax
 from dlm_jax.config import Config, ObjectiveConfig
 from dlm_jax.heads import critic
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.objective import draw_all
-from dlm_jax.objectives.processes import PROCESSES
 from dlm_jax.training.tasks import make_objectives
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("process", ["mixed"])
-def test_a_model_learns_is_scored_and_writes(process, tmp_path):
-    changes = {"objective__process": process, "train__steps": 60, "train__eval_every": 60}
-    outcome = tiny_run.run(tmp_path / "whole", **changes)
-    tiny_run.run(tmp_path / "parts", train__accumulate=2, **changes)
-    whole, parts = (
-        [line["loss"] for line in tiny_run.records(tmp_path / name) if "loss" in line]
-        for name in ("whole", "parts")
-    )
-    np.testing.assert_allclose(parts[:3], whole[:3], rtol=1e-3)
-    assert outcome.bound < np.log(len(set(tiny_run.TEXT))) - 0.1
-    model = dlm_jax.load(tmp_path / "whole")
-    assert model.process == PROCESSES[process]
-    texts = dlm_jax.generate(model, ["The "], num_samples=2).texts
-    assert all(text.startswith("The ") for text in texts)
-    score = dlm_jax.score(model, ["quick brown"], prompts=["The "], num_draws=8)
-    assert not score.is_exact and 0 < score.nats_per_token[0] < 6
-    with pytest.raises(ValueError, match=f"trained with objective.process='{process}'"):
-        dlm_jax.generate(model, ["The "], order="low_confidence")
 
 
 def test_the_critic_is_asked_which_tokens_are_random():
