@@ -1,18 +1,22 @@
-"""Generation compared with a plain PyTorch version of LLaDA's loop, on a CPU in float32.
+"""Generation on a CPU in float32: LLaDA's loop beside PyTorch, and the time saved by caches.
 
-    python -m benchmarks.generate [--sizes 1m 10m] [--rounds 5] [--quick]
+    python -m benchmarks generate [loop caches] [--sizes 1m 10m] [--rounds 5] [--quick]
 
+``loop`` compares with a plain PyTorch version of LLaDA's loop.
 Both frameworks get the same random weights, prompts and two threads, and run in separate processes
 that alternate. The logits of one forward must agree to 1e-4, and all tokens must be equal; the exit
 code is 1 otherwise. Seconds are those of whole calls, from prompts to tokens, after one that
-compiles.
+compiles. ``caches`` has one row of 256 prompt and 256 new tokens in a model with 6 layers of width
+256; each step writes one token, so runs with and without a cache have equally many steps.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import statistics
+import time
 from typing import Any
 
 import numpy as np
@@ -154,14 +158,72 @@ class Theirs:
         return canvases.numpy()[:, case.num_given :]
 
 
-def main() -> int:
-    """Prints equal tokens and seconds; the exit code is 1 if any differ."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    if args.quick:
-        args.sizes, args.rounds = ["1m"], 1
+VOCAB, GIVEN, BLOCK = 512, 256, 32
+KINDS: dict[str, dict[str, Any]] = {
+    "bidirectional": {},
+    "block_causal": {"attention_type": "block_causal", "block_length": BLOCK},
+    "causal": {"attention_type": "causal", "start_id": VOCAB - 4},
+}
+BLOCKS = {"order": "low_confidence", "block_length": BLOCK}
+CACHES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dual": ("bidirectional", "dual", BLOCKS),
+    "exact, block-causal": ("block_causal", "exact", BLOCKS),
+    "exact, causal": ("causal", "exact", {"order": "left_to_right"}),
+}
+
+
+def make_model(kind: str, max_length: int) -> Any:
+    """A `dlm_jax.Model` of this kind with random nonzero weights."""
+    from dlm_jax.config import ModelConfig
+    from dlm_jax.data import CharacterTokenizer
+    from dlm_jax.inference.model import Model
+    from dlm_jax.model.transformer import build
+
+    network = build(ModelConfig(
+        depth=6, width=256, heads=4, vocab_size=VOCAB, activation="gelu", **KINDS[kind]
+    ))  # fmt: skip
+    return Model(
+        network, random_params(network),
+        CharacterTokenizer("".join(chr(0x100 + i) for i in range(VOCAB - 4))),
+        max_length=max_length, is_causal=kind == "causal",
+    )  # fmt: skip
+
+
+def time_cached(model: Any, rows: int, new: int, **settings: Any) -> tuple[float, int, np.ndarray]:
+    """Seconds, computed positions of a row, and new tokens, after a run that compiles."""
+    import dlm_jax
+
+    rng = np.random.default_rng(1)
+    prompts = [{"tokens": row} for row in rng.integers(0, VOCAB - 4, (rows, GIVEN))]
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        texts = dlm_jax.generate(
+            model, prompts, batch_size=rows, gen_length=new, steps=new, temperature=0.0,
+            ignore_eos=True, **settings,
+        )  # fmt: skip
+        seconds.append(time.perf_counter() - began)
+    counters = texts.counters
+    positions = int(counters.positions[0]) or int(counters.forwards[0]) * (GIVEN + new)
+    return seconds[1], positions, texts.tokens[:, GIVEN : GIVEN + new]
+
+
+def compare_caches(args: argparse.Namespace) -> bool:
+    """Prints seconds, positions and the share of equal tokens."""
+    new = 32 if args.quick else 256
+    table = Table(args, "cache", "positions", "s", "without: positions", "s without", "times less",
+                  "same tokens")  # fmt: skip
+    for name, (kind, cache, settings) in CACHES.items():
+        model = make_model(kind, GIVEN + new)
+        seconds, positions, tokens = time_cached(model, 1, new, cache=cache, **settings)
+        plain = time_cached(model, 1, new, **settings)
+        same = float((tokens == plain[2]).mean())
+        table.add(name, positions, seconds, plain[1], plain[0], plain[0] / seconds, same)
+    return True
+
+
+def compare_loops(args: argparse.Namespace) -> bool:
+    """Prints equal tokens and seconds; returns whether all are equal."""
     # XLA starts a thread for each allowed core; the processes inherit the affinity.
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
@@ -188,7 +250,20 @@ def main() -> int:
             table.add(size, kind, compared, equal, torch, dlm, ratio)
         ours.close()
         theirs.close()
-    return 0 if is_equal else 1
+    return is_equal
+
+
+def main() -> int:
+    """Prints the tables; the exit code is 1 if any tokens differ."""
+    parser = parser_of(__doc__)
+    parts = {"loop": compare_loops, "caches": compare_caches}
+    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=list(parts))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if args.quick:
+        args.sizes, args.rounds = ["1m"], 1
+    return int(not all([parts[name](args) for name in args.parts]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Prints the estimated cost of the logit chain on a TPU, compared with a forward of a trunk.
 
-Command: python -m benchmarks logit_chain [--topology v5e:2x2] [--only NAME ...]
+    python -m benchmarks pods logits [--topology v5e:2x2] [--only NAME ...]
 
 512 positions of 32768 logits pass through each transform or all, and a draw, on one chip, with the
 kernel of searches and without it. The trunk has 12 layers of width 1024 in bfloat16, for 4 rows of
@@ -98,12 +98,8 @@ def seconds_of(text: str, chip: Chip, schedules: dict[str, str]) -> float:
     return cost(text, torus, "cycles", repeats=repeats, kernels=kernels).seconds
 
 
-def main() -> None:
+def run(args: argparse.Namespace) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--topology", default="v5e:2x2")
-    parser.add_argument("--only", nargs="+", choices=["trunk", "all", *ON])
-    args = parser.parse_args()
     network = build(ModelConfig(vocab_size=VOCAB, **TRUNK))  # type: ignore[arg-type]
     params = jax.eval_shape(network.init, jax.random.key(0))
     inputs = params, jnp.zeros((4, 1024), jnp.int32), jnp.full(4, 1024)
@@ -123,7 +119,3 @@ def main() -> None:
                 trunk = ms if name == "trunk" else trunk
                 cells += [f"{ms:.2f}", f"{ms / trunk:.0%}" if trunk else "-"]
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,265 +1,400 @@
-"""Compares DiffusionGemma's loop with `generate` of transformers, with the same noise.
+"""Published models beside transformers on the same machine, in float32, with a user's calls.
 
-    python -m benchmarks.parity [--canvases 3]
+    python -m benchmarks parity [--model DIR] [--quick | --full] [--only PART ...]
 
-The class of transformers writes tiny random weights, `dlm_jax.load` reads them, and both programs
-generate in float32. The random tokens and draws of the reference are replaced by those of this
-library's rows; at temperature 0, the reference takes the likeliest token. The logit of ids that are
-never written is -inf.
+Five parts are about a causal model:
+
+- ``ids``: greedy tokens of prompts and chats, in batches of 1 and 8 rows. Each difference is shown
+  with transformers' two logits at that position; within `TIE` of each other, they are a tie.
+- ``likelihoods``: negative log-likelihoods of texts (`dlm_jax.score`), relative to transformers.
+- ``tasks``: results of three local tasks in lm-evaluation-harness, beside its model ``hf``.
+- ``speed``: seconds per token at 1 and 8 rows, and of 12 likelihoods in the harness one by one.
+- ``start``: seconds of a new process to its first chat answer, without and with compiled programs.
+
+Their figures are written to benchmarks/results/parity.json, which keeps those of other parts.
+``--full`` compares 200 prompts, 200 texts and whole tasks; a rerun continues after the last
+finished batch, which parity_parts.jsonl lists until the end. The part ``diffusion_gemma`` compares
+loops with the same noise.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import json
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import tokenizers
-import torch
-import transformers
-from tokenizers import models, pre_tokenizers
-from transformers.models import diffusion_gemma
-from transformers.models.diffusion_gemma import generation_diffusion_gemma as theirs
 
-import dlm_jax
-from benchmarks.report import Table, parser_of
-from dlm_jax.randomness import key_of
-from dlm_jax.sampling import draw
-from dlm_jax.sampling.remask import RENOISE_SALT
+from benchmarks.report import alternate, parser_of
 
-VOCAB = 160
-MASK, EOS, EOT = VOCAB - 1, VOCAB - 2, VOCAB - 3
-CANVAS = 16
-PROMPTS = (5, 12, 9, 17, 3, 8, 21, 14)
-LOOPS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0, "temperature_end": -1.0},
-    {"temperature": 0.0, "temperature_end": -1.0, "cache": "none"},
-    {"temperature": 0.0, "temperature_end": -1.0, "entropy_bound": 6.0, "renoise_stop": 1.5},
-    {},
-    {"entropy_bound": 4.0, "renoise_stop": 1.0},
+RESULTS = Path(__file__).parent / "results" / "parity.json"
+PARTS = RESULTS.with_name("parity_parts.jsonl")
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+NEW = 40
+"""Number of new tokens."""
+TIE = 1e-3
+"""Two logits within this distance are a tie between programs that round differently."""
+TARGETS = {
+    "differences other than ties": 0, "likelihoods, largest relative difference": 1e-4,
+    "1 row, of transformers": 0.6, "8 rows, of transformers": 0.6, "lm-eval, of hf": 1.5,
+    "first chat answer, cold": 15, "first chat answer, warm": 5,
+}  # fmt: skip
+
+SUBJECTS = (
+    "the capital of France", "how rain forms", "a cat and a dog", "the number seven", "old books",
+    "cooking rice", "the moon landing", "learning to swim", "a long train journey", "green tea",
+    "the history of bread", "bees", "a broken clock", "winter in the mountains", "prime numbers",
+    "a letter to a friend", "how to plant a tree", "the colour blue", "rivers", "a good sleep",
+)  # fmt: skip
+_PLAIN = ("Here is what I know about {}:", "Once upon a time, {} and")
+_CHAT = ("Tell me about {}.", "Write one sentence about {}.")
+_UNICODE = ("Über {} — naïve façade, 日本語の文章: ", "{} 🙂🚀 и немного текста про это, ")
+_CODE = (
+    'def describe():\n    """Returns a text about {}."""\n    return',
+    "# {}\nfor i in range(10):\n",
 )
-"""Changes of the preset. The default temperature falls from 0.8 to 0.4."""
-FIELDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"hidden_size": 32, "num_attention_heads": 2, "sliding_window": 9, "num_experts": 4},
-)
-"""Changes of the config of each tiny model."""
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Writes a tokenizer with one word per id."""
-    words = {f"t{i}": i for i in range(VOCAB)}
-    made = tokenizers.Tokenizer(models.WordLevel(words, unk_token="t0"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.save(str(directory / "tokenizer.json"))
-    ids = {"mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS, "bos_token_id": None}
-    (directory / "generation_config.json").write_text(json.dumps(ids))
-
-
-class Noise:
-    """The random tokens and the draws of one row of `dlm_jax.generate`."""
-
-    def __init__(self, seed: int, allowed: np.ndarray, num_positions: int):
-        self._key, self._allowed, self._num = key_of(seed), allowed, num_positions
-
-    def begin(self) -> np.ndarray:
-        """The tokens of all canvases before the first step, ``[L]``."""
-        return self._tokens(jax.random.fold_in(jax.random.fold_in(self._key, 0), RENOISE_SALT))
-
-    def renewed(self, step: int) -> np.ndarray:
-        """The new noise of a step, ``[L]``."""
-        return self._tokens(jax.random.fold_in(self._key, step))
-
-    def drawn(self, step: int, begin: int, logits_LV: np.ndarray) -> np.ndarray:
-        """The draws of a step for the positions from `begin` on."""
-        key = jax.random.split(jax.random.fold_in(self._key, step), 3)[0]
-        places = np.arange(begin, begin + len(logits_LV))
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, places)
-        return np.asarray(draw.draw(jnp.asarray(logits_LV), keys))
-
-    def _tokens(self, key: jax.Array) -> np.ndarray:
-        rule_key = jax.random.split(key, 3)[1]
-        drawn = jax.random.uniform(jax.random.fold_in(rule_key, RENOISE_SALT), (self._num,))
-        place = np.floor(np.asarray(drawn) * np.float32(len(self._allowed))).astype(int)
-        return self._allowed[place]
-
-
-class _Banned:
-    """A logits processor that sets the logits of ids that are never written to -inf."""
-
-    def __init__(self, ids: Sequence[int]):
-        self._ids = list(ids)
-
-    def __call__(self, input_ids: Any, scores: torch.Tensor, cur_step: Any) -> torch.Tensor:
-        scores = scores.clone()
-        scores[..., self._ids] = -torch.inf
-        return scores
-
-
-@contextlib.contextmanager
-def _with_noise(reference: Any, noise: Noise, begin: int, *, is_greedy: bool) -> Iterator[None]:
-    """Replaces the random functions of the reference for one row."""
-    size, state = reference.config.canvas_length, {"step": 0, "canvas": -1, "begun": False}
-    inner = type(reference)._denoising_step
-
-    def at() -> slice:
-        first = begin + state["canvas"] * size
-        return slice(first, first + size)
-
-    def canvas(self: Any, batch_size: int, device: Any) -> torch.Tensor:
-        if state["begun"]:
-            return torch.tensor(noise.renewed(state["step"])[at()].astype(np.int64))[None]
-        state["canvas"] += 1
-        return torch.tensor(noise.begin()[at()].astype(np.int64))[None]
-
-    def multinomial(probs: torch.Tensor, num_samples: int) -> torch.Tensor:
-        with np.errstate(divide="ignore"):
-            logits = np.log(probs.numpy())
-        if is_greedy:
-            return torch.tensor(logits.argmax(axis=1))[:, None]
-        ids = noise.drawn(state["step"], at().start, logits)
-        return torch.tensor(ids.astype(np.int64))[:, None]
-
-    def step(self: Any, **given: Any) -> Any:
-        state["begun"] = True
-        found = inner(self, **given)
-        state["step"], state["begun"] = state["step"] + 1, False
-        return found
-
-    with (
-        mock.patch.object(theirs.EntropyBoundSampler, "initialize_canvas", canvas),
-        mock.patch.object(torch, "multinomial", multinomial),
-        mock.patch.object(torch.compiler, "cudagraph_mark_step_begin"),
-        mock.patch.object(type(reference), "_denoising_step", step),
-    ):
-        yield
-
-
-def reference_ids(
-    reference: Any, model: dlm_jax.Model, prompt: Sequence[int], seed: int, settings: dict[str, Any]
-) -> list[int]:
-    """The prompt and the ids that the reference generates for one row, up to the first EOS."""
-    num_canvases = -(-settings["gen_length"] // model.network.canvas_length)
-    eos, steps = set(model.eos_ids), settings["steps"] // num_canvases
-    banned = (set(model.banned_ids) - eos) | {model.tokenizer.mask_id}
-    never = banned | ({model.tokenizer.pad_id} - eos)
-    allowed = np.array([i for i in range(model.network.vocab_size) if i not in never])
-    positions = len(prompt) + num_canvases * model.network.canvas_length
-    first, last = settings["temperature"], settings["temperature_end"]
-    t_min, t_max = (last * steps - first) / (steps - 1), first
-    if is_greedy := first == 0:
-        t_min, t_max = 1 - 1e-9, 1.0  # the likeliest token of the unscaled logits
-    noise = Noise(seed, allowed, positions)
-    with _with_noise(reference, noise, len(prompt), is_greedy=is_greedy):
-        found = reference.generate(
-            torch.tensor(np.asarray(prompt, np.int64)[None]), max_new_tokens=settings["gen_length"],
-            max_denoising_steps=steps, confidence_threshold=float(settings["renoise_stop"]),
-            sampler_config=theirs.EntropyBoundSamplerConfig(float(settings["entropy_bound"])),
-            t_min=t_min, t_max=t_max, eos_token_id=list(model.eos_ids), pad_token_id=None,
-            logits_processor=transformers.LogitsProcessorList([_Banned(sorted(banned))]),
-        )  # fmt: skip
-    ids = found.sequences[0].tolist()
-    ends = [i for i, id_ in enumerate(ids) if i >= len(prompt) and id_ in eos]
-    return ids[: ends[0] + 1] if ends else ids
-
-
-def num_different(
-    reference: Any,
-    model: dlm_jax.Model,
-    prompts: Sequence[Sequence[int]],
-    settings: dict[str, Any],
-    batch_sizes: Sequence[int],
-) -> tuple[int, list[int]]:
-    """Number of tokens of the reference, and of differing tokens of this library per batch size."""
-    wanted = [
-        reference_ids(reference, model, prompt, seed, settings)
-        for seed, prompt in enumerate(prompts)
+def prompts(kind: str, count: int) -> list[Any]:
+    """Texts, or conversations of the kind ``chat``."""
+    forms = {"plain": _PLAIN, "chat": _CHAT, "unicode": _UNICODE, "code": _CODE}.get(kind, _PLAIN)
+    made: list[Any] = [
+        forms[number // len(SUBJECTS) % len(forms)].format(SUBJECTS[number % len(SUBJECTS)])
+        for number in range(count)
     ]
-    rows = [{"tokens": list(prompt), "seed": seed} for seed, prompt in enumerate(prompts)]
-    differ = []
-    for size in batch_sizes:
-        result = dlm_jax.generate(model, rows, batch_size=size, **settings)
-        found = [result.tokens[i, : result.lengths[i]].tolist() for i in range(len(rows))]
-        differ.append(
-            sum(
-                sum(a != b for a, b in zip(own, other, strict=False)) + abs(len(own) - len(other))
-                for own, other in zip(found, wanted, strict=True)
-            )
-        )
-    return sum(len(ids) - len(p) for ids, p in zip(wanted, prompts, strict=True)), differ
+    if kind == "long":
+        words = " ".join(SUBJECTS)
+        return [f"{number}. " + f"{words}. " * 28 + text for number, text in enumerate(made)]
+    return [[{"role": "user", "content": text}] for text in made] if kind == "chat" else made
 
 
-def tiny(fields: dict[str, Any], seed: int) -> Any:
-    """A reference with random weights that distinguish tokens."""
-    text = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 6,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
-        "num_global_key_value_heads": 1, "max_position_embeddings": 128, "sliding_window": 6,
-        "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 12,
-        "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
-        "pad_token_id": EOS, "eos_token_id": EOS, "bos_token_id": EOT,
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
-        "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 8, "patch_size": 2,
-        "position_embedding_size": 4,
-    }  # fmt: skip
-    said: dict[str, Any] = {"text_config": text | fields, "vision_config": vision}
-    said |= {"canvas_length": CANVAS, "mask_token_id": MASK}
-    config = diffusion_gemma.DiffusionGemmaConfig(**said)
-    config._attn_implementation = "eager"
-    reference = diffusion_gemma.DiffusionGemmaForBlockDiffusion(config).eval().float()
-    spread(reference, seed)
-    return reference
+class Parts:
+    """Results of finished parts in a file, which a rerun does not compute again.
 
-
-def spread(reference: Any, seed: int, *, sharpness: float = 2.5, conditioning: float = 0.1) -> None:
-    """Random weights: scales and norms near 1, and logits with standard deviation `sharpness`.
-
-    With self-conditioning of 1, a random network multiplies rounding errors by 4 to 8 per step, so
-    two exact programs write different tokens.
+    Args:
+      path: file with one line per part; None keeps no file.
+      run: identifies the run; parts of other runs are computed again.
     """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, value in (*reference.named_parameters(), *reference.named_buffers()):
-            random = torch.randn(value.shape, generator=generator)
-            if "embed_scale" in name or not value.is_floating_point() or "inv_freq" in name:
-                continue
-            if "norm" in name or "scal" in name.rsplit(".", 1)[-1]:
-                value.copy_(1 + 0.1 * random)
-            elif value.ndim > 1:
-                by = sharpness if "embed_tokens" in name else 1.0
-                by = conditioning if "self_conditioning.down" in name else by
-                value.copy_(by * random * value.shape[-1] ** -0.5)
+
+    def __init__(self, path: Path | None, run: str):
+        self._path, self._run, self._begin = path, run, time.perf_counter()
+        self._done: dict[str, Any] = {}
+        if path is not None and path.exists():
+            lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+            self._done = {line["part"]: line["value"] for line in lines if line["run"] == run}
+
+    def once(self, part: str, compute: Callable[[], Any]) -> Any:
+        """The value of a part, as JSON stores it."""
+        if part not in self._done:
+            value = json.loads(json.dumps(compute()))
+            if self._path is not None:
+                line = json.dumps({"run": self._run, "part": part, "value": value})
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+            print(f"{time.perf_counter() - self._begin:7.0f} s  {part}", flush=True)
+            self._done[part] = value
+        return self._done[part]
+
+
+class Both:
+    """The same model in both programs."""
+
+    def __init__(self, path: str):
+        import torch
+        import transformers
+
+        import dlm_jax
+
+        self.torch, self.dlm_jax = torch, dlm_jax
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.theirs: Any = theirs.eval()
+        self.ours = dlm_jax.load(path, dtype="float32")
+
+    def their_ids(self, prompt: Any) -> list[int]:
+        """The ids that transformers reads."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt).input_ids)
+        made = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+        return list(made if isinstance(made, list) else made["input_ids"])
+
+    def their_answers(self, asked: Sequence[Any], num_new: int, **more: Any) -> list[list[int]]:
+        self.tokenizer.padding_side = "left"
+        rows = [self.their_ids(prompt) for prompt in asked]
+        padded = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+        how: dict[str, Any] = {"do_sample": False, "max_new_tokens": num_new} | more
+        with self.torch.no_grad():
+            out = self.theirs.generate(**padded, **how)
+        return [self._upto_end(row) for row in out[:, padded["input_ids"].shape[1] :].tolist()]
+
+    def our_answers(self, asked: Sequence[Any], num_new: int, **more: Any) -> list[list[int]]:
+        given = [
+            {"prompt": one} if isinstance(one, str) else {"tokens": self._chat(one)}
+            for one in asked
+        ]
+        how: dict[str, Any] = {"temperature": 0.0, "gen_length": num_new, "steps": num_new} | more
+        made = self.dlm_jax.generate(self.ours, given, **how)
+        rows = zip(made.tokens, made.committed >= 0, strict=True)
+        return [self._upto_end(tokens[is_new].tolist()) for tokens, is_new in rows]
+
+    def _chat(self, messages: Any) -> list[int]:
+        chat = self.ours.chat
+        if chat is None:
+            raise SystemExit("the model has no chat template; choose an instruction-tuned model")
+        return chat.ids(messages).tolist()
+
+    def _upto_end(self, ids: list[int]) -> list[int]:
+        ends = [place for place, id_ in enumerate(ids) if id_ in self.ours.eos_ids]
+        return ids[: ends[0] + 1] if ends else ids
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Transformers' logits after these ids."""
+        with self.torch.no_grad():
+            return self.theirs(self.torch.tensor([list(ids)])).logits[0, -1].numpy()
+
+    def nats(self, ids: Sequence[int]) -> float:
+        """The negative log-likelihood of all ids but the first, by transformers."""
+        with self.torch.no_grad():
+            logits = self.theirs(self.torch.tensor([list(ids)])).logits[0, :-1].double()
+        logprobs = self.torch.log_softmax(logits, dim=-1)
+        return -float(logprobs[self.torch.arange(len(ids) - 1), list(ids[1:])].sum())
+
+
+def measure_ids(both: Both, counts: dict[str, int], parts: Parts) -> dict[str, Any]:
+    found: dict[str, Any] = {"differences": []}
+    others = 0
+    for kind, count in counts.items():
+        asked = prompts(kind, count)
+
+        def of_eight(first: int, asked: Sequence[Any] = asked) -> dict[str, Any]:
+            some = asked[first : first + 8]
+            return {
+                "theirs": [both.their_answers([prompt], NEW)[0] for prompt in some],
+                "1": [both.our_answers([prompt], NEW)[0] for prompt in some],
+                "8": both.our_answers(some, NEW),
+            }
+
+        answers: dict[str, list[list[int]]] = {"theirs": [], "1": [], "8": []}
+        for first in range(0, count, 8):
+            name = f"ids of {kind} prompts {first + 1} to {min(first + 8, count)}"
+            some = parts.once(name, lambda first=first, of=of_eight: of(first))
+            for who, rows in answers.items():
+                rows += some[who]
+        wanted = answers["theirs"]
+        for batch in (1, 8):
+            made = answers[str(batch)]
+            found[f"{kind}, {batch} rows"] = f"{sum(map(_same, made, wanted))} of {count}"
+            for prompt, ours, theirs in zip(asked, made, wanted, strict=True):
+                if ours == theirs:
+                    continue
+                at = len(os.path.commonprefix([ours, theirs]))
+                one = {"kind": kind, "rows": batch, "prompt": str(prompt)[:60], "at": at}
+                if at < min(len(ours), len(theirs)):
+                    logits = both.logits(both.their_ids(prompt) + theirs[:at])
+                    pair = float(logits[theirs[at]]), float(logits[ours[at]])
+                    one |= {"logits": pair, "is_tie": abs(pair[0] - pair[1]) <= TIE}
+                others += not one.get("is_tie", False)
+                found["differences"].append(one)
+    return found | {"differences other than ties": others}
+
+
+def _same(ours: list[int], theirs: list[int]) -> bool:
+    return ours == theirs
+
+
+def measure_likelihoods(both: Both, count: int, parts: Parts) -> dict[str, Any]:
+    some = max(1, count // 4)
+    texts = [text + " It is well known, and often told." for text in prompts("plain", 2 * some)]
+    texts += prompts("unicode", some) + prompts("code", some)
+
+    def of_some(texts: Sequence[str]) -> list[float]:
+        made = both.dlm_jax.score(both.ours, texts).nats
+        wanted = np.array([both.nats(both.their_ids(text)) for text in texts])
+        return np.abs(made / wanted - 1).tolist()
+
+    differences: list[float] = []
+    for first in range(0, len(texts), 20):
+        chosen = texts[first : first + 20]
+        name = f"likelihoods of texts {first + 1} to {first + len(chosen)}"
+        differences += parts.once(name, lambda chosen=chosen: of_some(chosen))
+    return {"texts": len(texts), "likelihoods, largest relative difference": max(differences)}
+
+
+def _last_lines() -> dict[str, Any]:
+    """A task of single likelihoods: the line of Shakespeare that follows."""
+    from dlm_jax.harness.tasks.shipped import shakespeare_cloze
+
+    metrics = [{"metric": name, "aggregation": kind, "higher_is_better": name == "acc"}
+               for name, kind in (("perplexity", "perplexity"), ("acc", "mean"))]  # fmt: skip
+    return {
+        "task": "last_lines", "custom_dataset": shakespeare_cloze, "output_type": "loglikelihood",
+        "test_split": "test", "doc_to_text": "{{context}}", "metric_list": metrics,
+        "doc_to_target": "{{choices[gold]}}", "target_delimiter": "",
+    }  # fmt: skip
+
+
+def measure_tasks(both: Both, limit: int | None, parts: Parts) -> dict[str, Any]:
+    """Results of tasks in lm-evaluation-harness, and the first result of ``hf`` where they differ
+    by more than 1e-4 of its value.
+    """
+    from dlm_jax.cli.lm_eval import register
+    from dlm_jax.harness.lm import model_class
+
+    register()
+    harness: Any = importlib.import_module("lm_eval")
+    make: Any = importlib.import_module("lm_eval.models.huggingface").HFLM
+    models = {
+        "ours": lambda: model_class()(model=both.ours, temperature=0.0),
+        "hf": lambda: make(pretrained=both.theirs, tokenizer=both.tokenizer, batch_size=8),
+    }
+    tasks = ("dlm_jax_shakespeare_cloze", "dlm_jax_arithmetic_words", _last_lines())
+    found: dict[str, Any] = {}
+    equal = 0
+    for task in tasks:
+        name = task if isinstance(task, str) else task["task"]
+
+        def results(who: str, task: Any = task, name: str = name) -> dict[str, float]:
+            made = harness.simple_evaluate(
+                model=models[who](), tasks=[task], limit=limit, bootstrap_iters=0
+            )["results"][name]  # fmt: skip
+            return {key: value for key, value in made.items() if isinstance(value, float | int)}
+
+        ours, theirs = (
+            parts.once(f"task {name}, {who}", lambda who=who, of=results: of(who)) for who in models
+        )
+        is_equal = all(
+            abs(ours[key] - value) <= 1e-4 * max(1.0, abs(value)) for key, value in theirs.items()
+        )
+        shown = {key: (ours[key], value) for key, value in theirs.items() if "stderr" not in key}
+        found[f"task {name}, ours and hf"] = json.dumps(shown)
+        equal += is_equal
+    return found | {"tasks equal to hf": f"{equal} of {len(tasks)}"}
+
+
+def measure_speed(both: Both, rounds: int, num_new: int) -> dict[str, Any]:
+    from dlm_jax.harness.lm import Evaluated
+
+    harness: Any = importlib.import_module("lm_eval.models.huggingface")
+
+    found: dict[str, Any] = {}
+    for rows in (1, 8):
+        asked = prompts("plain", rows)
+        ours, theirs = alternate(
+            rounds,
+            lambda asked=asked: both.our_answers(
+                asked, num_new, ignore_eos=True, stop_at_eos=False
+            ),
+            lambda asked=asked: both.their_answers(asked, num_new, min_new_tokens=num_new),
+        )  # fmt: skip
+        found[f"{rows} rows, ms per token"] = 1e3 * ours / num_new
+        found[f"{rows} rows, ms per token of transformers"] = 1e3 * theirs / num_new
+        found[f"{rows} row{'s' * (rows > 1)}, of transformers"] = ours / theirs
+    contexts = prompts("plain", 3)
+    asked = [
+        SimpleNamespace(args=(context, f" {subject} and other things"))
+        for context in contexts for subject in SUBJECTS[:4]
+    ]  # fmt: skip
+    make = harness.HFLM
+    hf = make(pretrained=both.theirs, tokenizer=both.tokenizer, batch_size=1)
+    evaluated = Evaluated(model=both.ours, batch_size=1)
+    made: list[Any] = [None, None]
+
+    def run(place: int, model: Any) -> None:
+        made[place] = model.loglikelihood(asked)
+
+    began = time.perf_counter()
+    run(0, evaluated)
+    found["lm-eval, first call in s"] = time.perf_counter() - began
+    ours, theirs = alternate(rounds, lambda: run(0, evaluated), lambda: run(1, hf))
+    found |= {"lm-eval, s": ours, "lm-eval, s of hf": theirs, "lm-eval, of hf": ours / theirs}
+    pairs = zip(made[0], made[1], strict=True)
+    found["lm-eval, largest difference in nats"] = max(abs(a[0] - b[0]) for a, b in pairs)
+    found["lm-eval, same greedy"] = all(a[1] == b[1] for a, b in zip(*made, strict=True))
+    return found
+
+
+_CHILD = """
+import json, sys, time
+import dlm_jax
+from dlm_jax.cli.common import start_jax
+start_jax()
+model = dlm_jax.load(sys.argv[1], dtype="float32")
+loaded = time.time()
+ids = model.chat.ids([{"role": "user", "content": "What is the capital of France?"}]).tolist()
+made = dlm_jax.generate(model, [{"tokens": ids}], gen_length=32, steps=32)
+print(json.dumps({"loaded": loaded, "answered": time.time(), "text": made.texts[0][-80:]}))
+"""
+
+
+def measure_start(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": folder}
+        for name in ("cold", "warm"):
+            began = time.time()
+            done = subprocess.run(
+                [sys.executable, "-c", _CHILD, path], env=environment, check=True,
+                stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            said = json.loads(done.stdout.splitlines()[-1])
+            found[f"load, {name}"] = said["loaded"] - began
+            found[f"first chat answer, {name}"] = said["answered"] - began
+            found["answer"] = said["text"]
+    return found
 
 
 def main() -> None:
-    """Prints one row per model and loop."""
+    """Prints the table and writes the results."""
     parser = parser_of(__doc__)
-    parser.add_argument("--canvases", type=int, default=3, help="canvases per row")
+    parser.add_argument("--model", default=MODEL, help="a directory or a Hub id")
+    parser.add_argument("--full", action="store_true", help="200 prompts of five kinds")
+    parts = ("ids", "likelihoods", "tasks", "speed", "start", "diffusion_gemma")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts[:5])
     args = parser.parse_args()
-    table = Table(args, "config", "settings", "tokens", "differ at 1", "differ at 8")
-    for number, fields in enumerate(FIELDS[: 1 if args.quick else None]):
-        reference = tiny(fields, number)
-        with tempfile.TemporaryDirectory() as folder:
-            reference.save_pretrained(folder)
-            write_tokenizer(Path(folder))
-            model = dlm_jax.load(folder)
-        rng = np.random.default_rng(number)
-        prompts = [rng.integers(0, VOCAB - 3, n).tolist() for n in PROMPTS]
-        for changes in LOOPS[:1] if args.quick else LOOPS if number == 0 else LOOPS[:4:3]:
-            settings = {**model.preset("diffusion_gemma"), "gen_length": args.canvases * CANVAS}
-            settings |= {"steps": args.canvases * 12, **changes}
-            num, differ = num_different(reference, model, prompts, settings, (1, 8))
-            shown = ", ".join(f"{k}={v}" for k, v in changes.items()) or "default"
-            table.add(number, shown, num, *differ)
+    if args.quick and args.full:
+        parser.error("--quick and --full cannot be combined")
+    if "diffusion_gemma" in args.only:
+        from benchmarks import gemma_parity
+
+        gemma_parity.compare(args)
+    causal = [part for part in args.only if part != "diffusion_gemma"]
+    kinds = ("plain", "chat", "unicode", "code", "long") if args.full else ("plain", "chat")
+    counts: dict[str, int] = dict.fromkeys(kinds, 40 if args.full else 4 if args.quick else 20)
+    found: dict[str, Any] = measure_start(args.model) if "start" in causal else {}
+    if any(part != "start" for part in causal):
+        both = Both(args.model)
+        done = Parts(PARTS if args.full else None, str(args.model))
+        if "ids" in causal:
+            found |= measure_ids(both, counts, done)
+        if "likelihoods" in causal:
+            found |= measure_likelihoods(both, 200 if args.full else 4 if args.quick else 20, done)
+        if "tasks" in causal:
+            found |= measure_tasks(both, None if args.full else 4 if args.quick else 16, done)
+        if "speed" in causal:
+            found |= measure_speed(both, *((2, 48) if args.quick else (7, 64)))
+    if not found:
+        return
+    print("| figure | value | target |\n| --- | --- | --- |")
+    for name, value in found.items():
+        if name != "differences":
+            shown = f"{value:.3g}" if isinstance(value, float) else value
+            print(f"| {name} | {shown} | {TARGETS.get(name, '')} |")
+    for one in found.get("differences", ()):
+        print(json.dumps(one, ensure_ascii=False))
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    RESULTS.write_text(
+        json.dumps(known | found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    if args.full:
+        PARTS.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

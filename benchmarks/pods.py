@@ -1,22 +1,24 @@
-"""Prints the memory and estimated time of training and cached sampling on TPU pods.
+"""Memory and estimated time of programs on TPU pods that may be absent (extra ``tpu``).
 
-Command: python -m benchmarks.pods --json benchmarks/results/scaling.json
-    [--only NAME ...] [--list]
+    python -m benchmarks pods [train | sample | logits] [--json FILE] [--only NAME ...] [--list]
 
-The first table has training steps (memory, collectives, time), the second has sampling steps with a
-cache (memory and gathered bytes). Every row is compiled for TPUs that may be absent (extra
-``tpu``), in a separate process that takes one to six minutes of one core. Rows that are in the file
-already are kept. ``roof`` assumes that all operations except products are bound by memory
-bandwidth; ``cycles`` uses the compiler's cycles. Both are estimates. Utilisation is the work of the
-model (`dlm_jax.training.plan`) divided by the peak of the chips.
+``train``: a training step (memory, collectives, time), with the figures in
+benchmarks/results/scaling.json. ``sample``: the parts of a sampling step (see
+`benchmarks/sampling_pods.py`), in benchmarks/results/sampling_pods.jsonl. ``logits``: the logit
+chain (see `benchmarks/logit_chain.py`).
+
+Every row is compiled in a separate process that takes one to six minutes of one core. Rows that are
+in the file already are kept. ``roof`` assumes that all operations except products are bound by
+memory bandwidth; ``cycles`` uses the compiler's cycles. Both are estimates. Utilisation is the work
+of the model (`dlm_jax.training.plan`) divided by the peak of the chips.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
-import math
 import subprocess
 import sys
 import time
@@ -65,25 +67,7 @@ class Row:
         return " ".join([*map(str, values), *([f"blocks {block}"] if block else [])])
 
 
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-    """One row of the table of sampling steps; blocks have 32 positions."""
-
-    model: str
-    topology: str
-    rows: int
-    fsdp: int
-    cache: str = "dual"
-    positions: int = 1024
-
-    @property
-    def name(self) -> str:
-        """The row's name in the file."""
-        values = dataclasses.asdict(self).values()
-        return " ".join(["sampling", *map(str, values)])
-
-
-ROWS: list[Row | Sampled] = [
+ROWS = [
     # Models and optimisers on a cube of 64 chips.
     Row("1.3B", "v5p:4x4x4", 256),
     Row("1.3B", "v5p:4x4x4", 256, optimizer="muon"),
@@ -107,13 +91,10 @@ ROWS: list[Row | Sampled] = [
     # Split matrices, and long rows.
     Row("1.3B", "v5p:4x4x4", 128, fsdp=8, tensor=2),
     Row("1.3B", "v5p:4x4x4", 64, 32768),
-    # Sampling with a cache.
-    Sampled("8B", "v6e:4x4", 128, fsdp=4),
-    Sampled("8B", "v5e:4x4", 256, fsdp=16),
 ]
 
 
-def model_of(row: Row | Sampled) -> dict[str, Any]:
+def model_of(row: Row) -> dict[str, Any]:
     """The settings of a row's model."""
     return MODELS[row.model] | {"activation": "swiglu", "compute_dtype": "bfloat16"}
 
@@ -240,79 +221,6 @@ def sampling_step(
     return advance._jitted.lower(params, state, number, number).compile(), state
 
 
-def measure_sampled(row: Sampled, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The figures of a sampling step: GiB per chip."""
-    import jax
-
-    from dlm_jax.contrib.pod_costs import KINDS, cost, parse, torus_of
-    from dlm_jax.distributed.mesh import topology_devices
-    from dlm_jax.distributed.partitions import make_mesh
-
-    mesh = make_mesh(MeshConfig(fsdp=row.fsdp), topology_devices(row.topology))
-    sample = SamplingParams(
-        cache=row.cache, block_length=32, order="low_confidence", chain=("temperature",), steps=128
-    )
-    model = ModelConfig(**model_of(row))
-    try:
-        compiled, state = sampling_step(
-            model, sample, mesh, row.rows, row.positions, options=options
-        )
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return dataclasses.asdict(row) | {"refused": str(error)[:300]}
-    gib, text, memory = 2.0**30, compiled.as_text(), compiled.memory_analysis()
-    kept = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state.cache.kv_cache)
-    )
-    gathers = [
-        shape
-        for body in parse(text).computations.values()
-        for x in body
-        if x.kind.removesuffix("-start") == "all-gather"
-        for shape in x.shapes
-    ]
-    largest = max(gathers, key=lambda shape: shape.num_bytes)
-    moved = cost(text, torus_of(mesh)).moved
-    return dataclasses.asdict(row) | {
-        "memory_gib": {
-            "kept": round(kept / gib, 3),
-            "other arguments": round((memory.argument_size_in_bytes - kept) / gib, 3),
-            "temporaries": round(memory.temp_size_in_bytes / gib, 3),
-        },
-        "moved_gib": {kind: round(moved[kind] / gib, 3) for kind in KINDS if moved[kind]},
-        "largest_gathered": f"{largest.dtype}[{','.join(map(str, largest.dims))}]",
-        "largest_gathered_gib": round(largest.num_bytes / gib, 3),
-    }
-
-
-def sampled_table(results: list[dict[str, Any]]) -> list[str]:
-    """The results of sampling steps as a Markdown table."""
-    lines = [
-        "| model | topology | rows x L | cache | mesh | kept GiB | other arguments | temporaries | "
-        "gathered GiB | largest gathered |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for one in results:
-        what = (
-            f"| {one['model']} | {one['topology']} | {one['rows']} x {one['positions']} | "
-            f"{one['cache']} | fsdp {one['fsdp']} | "
-        )
-        if "refused" in one:
-            lines.append(what + "does not fit | | | | |")
-            continue
-        memory, moved = one["memory_gib"], one["moved_gib"]
-        # A kernel is also gathered in parts, alternating with the products that read it.
-        gathered = moved.get("all-gather", 0) + moved.get("collective-permute", 0)
-        lines.append(
-            what + " | ".join(f"{size:.1f}" for size in memory.values())
-            + f" | {gathered:.1f} | "
-            f"`{one['largest_gathered']}`, {one['largest_gathered_gib']:.2f} |"
-        )  # fmt: skip
-    return lines
-
-
 _MOVED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
@@ -345,21 +253,26 @@ def table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """The flags of a program that measures the rows of a table."""
-    parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("--json", type=Path, help="file of the figures")
-    parser.add_argument("--only", nargs="*", help="only rows whose names contain one of these")
-    parser.add_argument("--list", action="store_true", help="print the names of the rows")
-    parser.add_argument("--compiler-options", nargs="*", default=[], metavar="NAME=VALUE",
+def parser() -> argparse.ArgumentParser:
+    """The flags of all tables."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("table", nargs="?", choices=["train", "sample", "logits"], default="train")
+    made.add_argument("--json", type=Path, help="file of the figures")
+    made.add_argument("--only", nargs="*", help="only rows whose names contain one of these")
+    made.add_argument("--list", action="store_true", help="print the names of the rows")
+    made.add_argument("--compiler-options", nargs="*", default=[], metavar="NAME=VALUE",
         help="like mesh.compiler_options; none: no default options")  # fmt: skip
-    parser.add_argument("--row", help="measure this row in this process and print JSON")
-    return parser
+    made.add_argument("--topology", default="v5e:2x2", help="of the table of logits")
+    made.add_argument("--row", help="measure this row in this process and print JSON")
+    return made
 
 
-def measured_apart(module: str, flags: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """The JSON that a program prints in a process of its own, which frees the compiler's memory."""
-    command = [sys.executable, "-m", module, *flags, "--compiler-options", *options]
+def measured_apart(kind: str, row: str, options: Sequence[str]) -> dict[str, Any]:
+    """The figures of a row, from a process of its own, which frees the compiler's memory."""
+    command = [sys.executable, "-m", "benchmarks", "pods", kind, "--row", row]
+    command += ["--compiler-options", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
@@ -368,12 +281,14 @@ def measured_apart(module: str, flags: Sequence[str], options: Sequence[str]) ->
 
 def main() -> None:
     """Measures the missing rows, one process after the other, and prints the table."""
-    args = parser_of(__doc__).parse_args()
+    args = parser().parse_args()
+    if args.table != "train":
+        name = "sampling_pods" if args.table == "sample" else "logit_chain"
+        importlib.import_module(f"benchmarks.{name}").run(args)
+        return
     if args.row:
         row = next(row for row in ROWS if row.name == args.row)
-        options = tuple(args.compiler_options)
-        found = measure(row, options) if isinstance(row, Row) else measure_sampled(row, options)
-        print(json.dumps(found))
+        print(json.dumps(measure(row, tuple(args.compiler_options))))
         return
     if args.list:
         print("\n".join(row.name for row in ROWS))
@@ -382,14 +297,11 @@ def main() -> None:
     for row in ROWS:
         is_asked = not args.only or any(part in row.name for part in args.only)
         if row.name not in results and is_asked:
-            flags = ["--row", row.name]
-            results[row.name] = measured_apart("benchmarks.pods", flags, args.compiler_options)
+            results[row.name] = measured_apart("train", row.name, args.compiler_options)
             results = {one.name: results[one.name] for one in ROWS if one.name in results}
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1) + "\n")
-    sampled = [one for name, one in results.items() if name.startswith("sampling")]
-    trained = {name: one for name, one in results.items() if one not in sampled}
-    print("\n".join([*table(trained), "", *sampled_table(sampled)]))
+    print("\n".join(table(results)))
 
 
 if __name__ == "__main__":

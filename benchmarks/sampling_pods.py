@@ -1,7 +1,6 @@
 """What the parts of a sampling step of a large model cost on TPUs, by their compiler.
 
-Command: python -m benchmarks.sampling_pods --json benchmarks/results/sampling_pods.jsonl
-    [--only NAME ...] [--list] [--compiler-options none]
+    python -m benchmarks pods sample --json benchmarks/results/sampling_pods.jsonl
 
 Every row is compiled for devices that need not be there, in a process of its own; rows that the
 file already holds are kept. Canvases have 1024 positions and blocks of 32. Rows of the table are
@@ -18,6 +17,7 @@ times, and the reading of the cache: no product then runs beside the reading of 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import bundles
-from benchmarks.pods import MODELS, measured_apart, parser_of
+from benchmarks.pods import MODELS, measured_apart
 from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
 from dlm_jax.contrib.pod_costs import Cost, Mode, cost, torus_of
 from dlm_jax.devices import used
@@ -322,9 +322,8 @@ def table(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Measures the rows that are missing, one process after the other, and prints the table."""
-    args = parser_of(__doc__).parse_args()
+def run(args: argparse.Namespace) -> None:
+    """Measures the missing rows, one process after the other, and prints the table."""
     if args.row:
         step = next(step for step in STEPS if step.name == args.row)
         print(json.dumps(measure(step, tuple(args.compiler_options))))
@@ -339,8 +338,7 @@ def main() -> None:
         is_asked = args.only is None or any(part in step.name for part in args.only)
         if (step.name, *options) in results or not is_asked:
             continue
-        flags = ["--row", step.name]
-        results[step.name, *options] = measured_apart("benchmarks.sampling_pods", flags, options)
+        results[step.name, *options] = measured_apart("sample", step.name, options)
         results = _in_order(results)
         if args.json:
             args.json.write_text("".join(json.dumps(one) + "\n" for one in results.values()))
@@ -357,7 +355,3 @@ def _in_order(results: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """The results in the order of `STEPS`."""
     order = {step.name: i for i, step in enumerate(STEPS)}
     return dict(sorted(results.items(), key=lambda pair: order[pair[0][0]]))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,21 @@
 """Speed and memory of a training step and a forward, compared with eager PyTorch on a CPU.
 
-    python -m benchmarks.train_step [--sizes 1m 10m] [--rounds 7] [--quick]
+    python -m benchmarks train_step [--sizes 1m 10m] [--rounds 7] [--quick]
 
 Both frameworks have the same architecture, batch, number of threads and float32, and run in
 separate processes that alternate. Memory is the peak resident size during training steps, minus the
-size after import.
+size after import. The last table has the time of a batch of the input pipeline.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import os
 import resource
 import statistics
+import tempfile
+import time
 from typing import Any
 
 from benchmarks.report import Table, Worker, parser_of
@@ -115,6 +119,28 @@ class Theirs:
         return _peak_mb() - self.imported
 
 
+def time_batches(args: argparse.Namespace, batches: int) -> None:
+    """Prints the processor time of a batch of 32 x 256 bytes, in the caller's thread."""
+    from dlm_jax.data import BUILTIN_CORPUS, LAYOUTS, load_corpus, train_batches
+
+    table = Table(args, "layout", "us per batch", "2% of a step of ms")
+    for layout in LAYOUTS:
+        with tempfile.TemporaryDirectory() as folder:
+            corpus = load_corpus(BUILTIN_CORPUS, seq_len=256, layout=layout, cache_dir=folder)
+            stream = train_batches(
+                corpus.train_rows, seq_len=256, batch_size=32, seed=0, prefetch=0
+            )
+            next(stream)
+            seconds = []
+            for _ in range(20):
+                began = time.thread_time()
+                for _ in itertools.islice(stream, batches // 20):
+                    pass
+                seconds.append((time.thread_time() - began) / (batches // 20))
+        cost = 1e6 * statistics.median(seconds)
+        table.add(layout, cost, cost / 0.02 / 1e3)
+
+
 def _resident_mb() -> float:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -145,6 +171,8 @@ def main() -> None:
                 table.add(name, activation, f"{part}, {unit}", *found, found[1] / found[0])
             for worker in workers:
                 worker.close()
+    print()
+    time_batches(args, 200 if args.quick else 2000)
 
 
 def _median(worker: Worker, part: str, rounds: int) -> float:

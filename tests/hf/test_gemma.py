@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is in an optional extra")
 classes = pytest.importorskip(
     "transformers.models.diffusion_gemma", reason="needs transformers with DiffusionGemma"
 )
-gemma_parity = pytest.importorskip("benchmarks.parity", reason="needs the extra bench")
+gemma_parity = pytest.importorskip("benchmarks.gemma_parity", reason="needs the extra bench")
 
 CANVAS, LONGEST = 5, 18
 TEXT = {

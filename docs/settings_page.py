@@ -1,6 +1,6 @@
 """Prints docs/settings.md: every setting of a request, as declared by its rule.
 
-``python -m benchmarks.settings_page > docs/settings.md``
+``python docs/settings_page.py > docs/settings.md``
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Every setting of a request is also a keyword of `dlm_jax.generate`, a flag of `s
 dashes for underscores), a field of `SamplingParams`, and a recommendation in a config's `[sample]`.
 Those under "Presets" reproduce other programs or serve studies: presets, configs and keywords set
 them; flags and requests do not.
-`python -m benchmarks.settings_page` prints this page from the declarations of the rules.
+`python docs/settings_page.py` prints this page from the declarations of the rules.
 """
 _KINDS = {
     "transforms": "Logit transforms", "fill": "Fill", "commit": "Commit rules",
