@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 import dlm_jax
 from dlm_jax.data import HubTokenizer
@@ -87,9 +87,12 @@ def write_model(source: Path, out: Path, *, layers: int, mask: str) -> None:
 
     The token named `mask` becomes MASK, unless the model has one. It must be unused in text.
     """
-    config, tensors, tokenizer, template = (
-        _read_gguf(source) if source.is_file() else _read_directory(source)
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        if source.is_file():
+            dlm_jax.export(dlm_jax.load(source, dtype="float32"), folder)
+        config, tensors, tokenizer, template = _read_directory(
+            Path(folder) if source.is_file() else source
+        )
     out.mkdir(parents=True)
     if layers:
         config["num_hidden_layers"] = layers
@@ -123,65 +126,6 @@ def _read_directory(source: Path) -> Model:
     template = source / "chat_template.jinja"
     said = template.read_text(encoding="utf-8") if template.exists() else ""
     return config, tensors, (source / "tokenizer.json").read_text(encoding="utf-8"), said
-
-
-_NAMES = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-_CONTROL = 3
-
-
-def _read_gguf(source: Path) -> Model:
-    """A llama model in a GGUF file, dequantised to float32."""
-    import gguf
-
-    reader = gguf.GGUFReader(source)
-
-    def said(name: str, default: Any = None) -> Any:
-        field = reader.get_field(name)
-        return default if field is None else field.contents()
-
-    heads = said("llama.attention.head_count")
-    groups = said("llama.attention.head_count_kv", heads)
-    tensors: dict[str, np.ndarray] = {}
-    for tensor in reader.tensors:
-        whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        whole = np.asarray(whole, np.float32).reshape(tensor.shape.tolist()[::-1])
-        parts = tensor.name.removesuffix(".weight").split(".")
-        if parts[-1] in ("attn_q", "attn_k"):
-            # GGUF pairs neighbouring rows for RoPE; published files pair the halves of a head.
-            pairs = whole.reshape(heads if parts[-1] == "attn_q" else groups, -1, 2, whole.shape[1])
-            whole = pairs.swapaxes(1, 2).reshape(whole.shape)
-        where = f"model.layers.{parts[1]}." if parts[0] == "blk" else ""
-        tensors[f"{where}{_NAMES[parts[-1]]}.weight"] = np.ascontiguousarray(whole)
-    tokens, kinds = said("tokenizer.ggml.tokens"), said("tokenizer.ggml.token_type")
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "hidden_size": said("llama.embedding_length"),
-        "intermediate_size": said("llama.feed_forward_length"),
-        "num_hidden_layers": said("llama.block_count"),
-        "num_attention_heads": heads, "num_key_value_heads": groups,
-        "max_position_embeddings": said("llama.context_length"),
-        "rms_norm_eps": float(f"{said('llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": said("llama.rope.freq_base"), "vocab_size": len(tokens),
-        "tie_word_embeddings": "lm_head.weight" not in tensors,
-        "bos_token_id": said("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": said("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": said("tokenizer.ggml.padding_token_id"),
-    }  # fmt: skip
-    merges = [tuple(merge.split(" ")) for merge in said("tokenizer.ggml.merges")]
-    made = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ])  # fmt: skip
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([t for t, k in zip(tokens, kinds, strict=True) if k == _CONTROL])
-    return config, tensors, made.to_str(), said("tokenizer.chat_template", "")
 
 
 # The text.
