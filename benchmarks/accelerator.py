@@ -1,6 +1,6 @@
 """Measured times of training steps, forward passes and attention on the first accelerator here.
 
-Command: python -m benchmarks.accelerator --json benchmarks/results/accelerator.jsonl
+Command: python -m benchmarks accelerator --json benchmarks/results/accelerator.jsonl
     [--only NAME ...] [--list] [--table]
 
 Rows that the file already holds are kept. Programs are compiled first, several at a time, and then

@@ -1,6 +1,6 @@
 """Attacks the programs and counts what gets through.
 
-    python -m benchmarks.attacks [flips inputs ends kills] [--count N] [--folder DIR] [--quick]
+    python -m benchmarks attacks [flips inputs ends kills] [--count N] [--folder DIR] [--quick]
 
 ``flips``: one bit is flipped in a file that the programs read; the flip must be detected or have no
 effect. ``inputs``: bad flags, settings and files; each must be refused in one line with exit code 2

@@ -1,6 +1,6 @@
 """Measures the constrained fills: distributions, time of a step, time of an answer.
 
-    python -m benchmarks.constrained law | step | answer [--quick]
+    python -m benchmarks constrained law | step | answer [--quick]
 
 `law` compares sample counts of a model of independent positions with their exact distribution,
 enumerated in float64 independently of the loop. `step` is compared with the unconstrained step,

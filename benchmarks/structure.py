@@ -1,6 +1,6 @@
 """Sizes of the package, and the stays of a request and of a config on their ways through it.
 
-    python -m benchmarks.structure [REVISION ...] [--walks]
+    python -m benchmarks structure [REVISION ...] [--walks]
 
 Prints one column per revision and one for the working tree. With ``--walks``, a request is followed
 from `generate` to its row of arrays, a row through one step, and a config through a dry run: a stay
