@@ -119,10 +119,6 @@ def _text(where: str, data: bytes) -> str:
         raise ValueError(f"{where} is not UTF-8 ({error}); convert or remove it") from None
 
 
-def _is_held_out(text: str, share: float) -> bool:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < share * 2**64
-
-
 class _Writer:
     """Writes the documents of one shard as records. The file appears only when it is complete."""
 
