@@ -173,28 +173,6 @@ def test_the_probabilities_of_all_traces_of_the_wavefront_add_up_to_one():
 
 
 @pytest.mark.slow
-def test_the_gradient_of_the_expected_reward_is_that_by_enumeration():
-    traces, texts, _ = _all_traces("random")
-    rewards = jnp.array([enumerable.REWARD[text] for text in texts])
-
-    def surrogate(params):
-        logprob = dlm_jax.replay(MODEL, params, traces).sum((1, 2))
-        weight = jnp.exp(jax.lax.stop_gradient(logprob) + traces.choice_logprobs.sum(1))
-        return jnp.sum(weight * rewards * logprob)
-
-    def expected(params):
-        empty = (MASK,) * LENGTH
-        return sum(
-            reward * enumerable.probability(params, text, empty)
-            for text, reward in enumerable.REWARD.items()
-        )
-
-    found, wanted = (jax.grad(f)(PARAMS)["table"] for f in (surrogate, expected))
-    assert float(jnp.abs(wanted).max()) > 0.01
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
-
-
-@pytest.mark.slow
 def test_the_slope_through_every_transform_is_that_of_finite_differences():
     sample = SamplingParams(
         temperature=0.8, dynatemp_range=0.3, top_n_sigma=3.0, top_k=100, typical_p=0.95, top_p=0.9,

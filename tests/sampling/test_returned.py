@@ -38,19 +38,6 @@ class Ranks(dlm_jax.CommitRule):
 
 
 @rule
-class Remembers(dlm_jax.CommitRule):
-    """Returns a state of two arrays instead of one."""
-
-    def init(self, num_rows, num_positions):
-        """A number per row."""
-        return jnp.zeros(num_rows)
-
-    def select(self, state, context, proposal):
-        """All holes."""
-        return context.is_hole_BL, (state, state)
-
-
-@rule
 class Nothing(dlm_jax.RemaskRule):
     """Forgets to return."""
 
@@ -65,10 +52,6 @@ class Nothing(dlm_jax.RemaskRule):
     [
         ({"commit": OnePerRow()}, r"OnePerRow.select returned bool \[\d+\]; return bool \[B, L\]"),
         ({"commit": Ranks()}, r"Ranks.score returned int32 \[\d+\]; return float32 \[N\]"),
-        (
-            {"commit": Remembers()},
-            r"Remembers.select returned a state .*; return the arrays of",
-        ),
         ({"remask": Nothing(1.0)}, r"Nothing.select returned a NoneType; return a pair of the"),
     ],
 )
