@@ -60,9 +60,17 @@ __all__ = [
 ]
 
 
+Returned = tuple[jax.Array, Any]
+
+
+def _number(name: str, default: float, about: str, **limits: Any) -> Any:
+    """A field with one value per row."""
+    return per_row(Setting(name, default, about, **limits))
+
+
 def _share(name: str, default: float, about: str) -> Any:
     """A field with one value in [0, 1] per row."""
-    return per_row(Setting(name, default, about, low=0.0, high=1.0))
+    return _number(name, default, about, low=0.0, high=1.0)
 
 
 @rule
@@ -79,22 +87,18 @@ class Frechet(Confident):
     about = "holes with a high lower bound on their joint probability"
     log_prob = certain
 
-    margin_B: jax.Array = per_row(
-        Setting(
-            "frechet_margin",
-            0.25,
-            "order=frechet: minimum difference between the lower bound on the joint probability "
-            "and the upper bound on that of any other choice; values down to -1 commit more than "
-            "the bounds allow",
-            low=-1e6,
-            high=1.0,
-        )
+    margin_B: jax.Array = _number(
+        "frechet_margin",
+        0.25,
+        "order=frechet: minimum difference between the lower bound on the joint probability "
+        "and the upper bound on that of any other choice; values down to -1 commit more than "
+        "the bounds allow",
+        low=-1e6,
+        high=1.0,
     )
     confidence: Measure = static(CONFIDENCE)
 
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         sure_BL, place_1L = (
             falling(context, proposal),
             jnp.arange(context.is_hole_BL.shape[1])[None],
@@ -125,20 +129,16 @@ class LocalLeap(Confident):
         "order=local_leap: minimum confidence of a committed hole near a hole that reaches "
         "threshold, in [0, 1]",
     )
-    radius_B: jax.Array = per_row(
-        Setting(
-            "leap_radius",
-            4,
-            "order=local_leap: maximum distance from a hole that reaches threshold",
-            low=0,
-        )
+    radius_B: jax.Array = _number(
+        "leap_radius",
+        4,
+        "order=local_leap: maximum distance from a hole that reaches threshold",
+        low=0,
     )
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
     confidence: Measure = static(CONFIDENCE)
 
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
         is_anchor_BL = is_hole_BL & reached(sure_BL, self.threshold_B)
         num_positions = is_hole_BL.shape[1]
@@ -173,9 +173,7 @@ class Hierarchical(Confident):
     )
     confidence: Measure = static(CONFIDENCE)
 
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
         is_best_BL = is_hole_BL & reaches(sure_BL, _most_of_run(sure_BL, is_hole_BL, -jnp.inf), 1.0)
         assert context.preference_BL is not None, "the loop gives it"
@@ -221,14 +219,12 @@ class Dilated(CommitRule):
     about = "a grid that is refined at each step, regardless of confidence"
     log_prob = certain
 
-    base_B: jax.Array = per_row(
-        Setting(
-            "dilated_base",
-            2,
-            "order=dilated: factor by which each round divides the distance between positions",
-            low=2,
-            high=2**15,
-        )
+    base_B: jax.Array = _number(
+        "dilated_base",
+        2,
+        "order=dilated: factor by which each round divides the distance between positions",
+        low=2,
+        high=2**15,
     )
 
     def eligible(self, state: Any, context: CommitContext) -> jax.Array:
@@ -242,9 +238,7 @@ class Dilated(CommitRule):
         place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
         return context.is_hole_BL & (place_1L % jnp.maximum(spacing_B1, 1) == 0)
 
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         return context.is_hole_BL, state
 
 
@@ -281,23 +275,19 @@ class PositionAware(Confident):
     about = "a quota of the holes, ranked by position, probability and token rarity"
     log_prob = certain
 
-    decay_B: jax.Array = per_row(
-        Setting(
-            "position_decay",
-            0.25,
-            "order=position_aware: decay rate of the weight exp(-decay i) of position i, >= 0",
-            low=0.0,
-            high=1e3,
-        )
+    decay_B: jax.Array = _number(
+        "position_decay",
+        0.25,
+        "order=position_aware: decay rate of the weight exp(-decay i) of position i, >= 0",
+        low=0.0,
+        high=1e3,
     )
-    limit_B: jax.Array = per_row(
-        Setting(
-            "information_limit",
-            10.0,
-            "order=position_aware: upper bound on -p ln f of a token, > 0",
-            low=1e-6,
-            high=1e6,
-        )
+    limit_B: jax.Array = _number(
+        "information_limit",
+        10.0,
+        "order=position_aware: upper bound on -p ln f of a token, > 0",
+        low=1e-6,
+        high=1e6,
     )
     common: tuple[tuple[int, float], ...] = static(
         Setting(
@@ -324,9 +314,7 @@ class PositionAware(Confident):
         super().check_model(row, facts)
         check_ids("common_ids", (id_ for id_, _ in row.common_ids), facts.vocab_size)
 
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         is_hole_BL = context.is_hole_BL
         rest = 1.0 - sum(share for _, share in self.common)
         share_BL = rest / max(self.vocab_size - len(self.common), 1)
@@ -358,15 +346,13 @@ class Prophet(Confident):
     about = "a quota of the most confident holes, or all holes when their predictions are clear"
     log_prob = certain
 
-    gap_B: jax.Array = per_row(
-        Setting(
-            "prophet_gap",
-            7.5,
-            "order=prophet: minimum mean gap between the two largest logits at which all holes are "
-            "committed, >= 0; the second third of the steps uses 2/3 of it, and the last third 1/3",
-            low=0.0,
-            high=1e6,
-        )
+    gap_B: jax.Array = _number(
+        "prophet_gap",
+        7.5,
+        "order=prophet: minimum mean gap between the two largest logits at which all holes are "
+        "committed, >= 0; the second third of the steps uses 2/3 of it, and the last third 1/3",
+        low=0.0,
+        high=1e6,
     )
     confidence: Measure = static(CONFIDENCE)
 
@@ -384,16 +370,12 @@ class Prophet(Confident):
     def init(self, num_rows: int, num_positions: int) -> Any:
         return jnp.zeros((num_rows, num_positions), jnp.float32)
 
-    def score(
-        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
-    ) -> tuple[jax.Array, Any]:
+    def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> Returned:
         best_NK, _ = vocab.largest(logits_NV.astype(jnp.float32), min(2, logits_NV.shape[1]))
         gap_N = jnp.minimum(best_NK[:, 0] - best_NK[:, -1], _WIDEST_GAP)
         return super().score(state_N, logits_NV, drawn)[0], gap_N
 
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         is_hole_BL = context.is_hole_BL
         gap_B = jnp.sum(jnp.where(is_hole_BL, state, 0.0), axis=1)
         gap_B /= jnp.maximum(jnp.sum(is_hole_BL, axis=1), 1)
@@ -437,23 +419,19 @@ class Klass(Confident):
     log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    divergence_B: jax.Array = per_row(
-        Setting(
-            "klass_divergence",
-            0.01,
-            "order=klass: upper bound (exclusive) on the change of a stable prediction per step, "
-            "in nats, >= 0",
-            low=0.0,
-            high=1e6,
-        )
+    divergence_B: jax.Array = _number(
+        "klass_divergence",
+        0.01,
+        "order=klass: upper bound (exclusive) on the change of a stable prediction per step, "
+        "in nats, >= 0",
+        low=0.0,
+        high=1e6,
     )
-    steps_B: jax.Array = per_row(
-        Setting(
-            "klass_steps",
-            2,
-            "order=klass: number of consecutive steps for which a prediction must be stable",
-            low=0,
-        )
+    steps_B: jax.Array = _number(
+        "klass_steps",
+        2,
+        "order=klass: number of consecutive steps for which a prediction must be stable",
+        low=0,
     )
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
@@ -462,9 +440,7 @@ class Klass(Confident):
         ids, steps = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape[:2], jnp.int32)
         return LastPrediction(ids, jnp.full(shape, -jnp.inf, jnp.float32), steps)
 
-    def score(
-        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
-    ) -> tuple[jax.Array, Any]:
+    def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> Returned:
         last = state_N
         logprob_NV = jax.nn.log_softmax(logits_NV.astype(jnp.float32))
         now_NK = jnp.take_along_axis(logprob_NV, jnp.maximum(last.ids, 0), axis=1)
@@ -480,9 +456,7 @@ class Klass(Confident):
         )
         return maximum(logits_NV.astype(jnp.float32), drawn.logprob_N), seen
 
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         is_ready_BL = context.is_hole_BL & (state.steps >= self.steps_B[:, None])
         is_ready_BL &= exceeds(proposal.confidence_BL, log_odds_of(self.threshold_B)[:, None], 1.0)
         surest_BL = most_confident(context, proposal, self.least_B)
@@ -520,26 +494,22 @@ class Credit(Confident):
     log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
-    weight_B: jax.Array = per_row(
-        Setting(
-            "credit_weight",
-            0.7,
-            "order=credit: weight of the credit added to the logits, >= 0; 0 disables it",
-            low=0.0,
-            high=1e3,
-        )
+    weight_B: jax.Array = _number(
+        "credit_weight",
+        0.7,
+        "order=credit: weight of the credit added to the logits, >= 0; 0 disables it",
+        low=0.0,
+        high=1e3,
     )
     decay_B: jax.Array = _share(
         "credit_decay", 0.8, "order=credit: share of the credit that is kept at each step"
     )
-    power_B: jax.Array = per_row(
-        Setting(
-            "credit_power",
-            0.2,
-            "order=credit: exponent of the credited probability, >= 0",
-            low=0.0,
-            high=1e3,
-        )
+    power_B: jax.Array = _number(
+        "credit_power",
+        0.2,
+        "order=credit: exponent of the credited probability, >= 0",
+        low=0.0,
+        high=1e3,
     )
     least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
@@ -547,9 +517,7 @@ class Credit(Confident):
         shape = (num_rows, num_positions, KEPT)
         return jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
 
-    def score(
-        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
-    ) -> tuple[jax.Array, Any]:
+    def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> Returned:
         ids_NK, credit_NK = state_N
         logits_NV = logits_NV.astype(jnp.float32)
         logprob_NV = jax.nn.log_softmax(logits_NV)
@@ -581,9 +549,7 @@ class Credit(Confident):
         less_N = others_N * one_N1[:, 0] + jnp.where(is_most_NK, 0.0, product_NK).sum(axis=1)
         return jnp.log(product_NK.max(axis=1)) - jnp.log(less_N), (ids_NK, credit_NK)
 
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         is_sure_BL = reached(proposal.confidence_BL, self.threshold_B)
         is_sure_BL &= context.is_hole_BL
         return is_sure_BL | most_confident(context, proposal, self.least_B), state
@@ -633,15 +599,11 @@ class Dawn(Confident):
     def init(self, num_rows: int, num_positions: int) -> Any:
         return jnp.full((num_rows, num_positions), jnp.inf, jnp.float32)
 
-    def score(
-        self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens
-    ) -> tuple[jax.Array, Any]:
+    def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> Returned:
         sure_N, _ = super().score(state_N, logits_NV, drawn)
         return sure_N, sure_N
 
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
         assert context.attention_BLL is not None
         needs_BLL = self._dependences(context.attention_BLL)
@@ -715,23 +677,19 @@ class SlowFast(Confident):
         0.3,
         "order=slow_fast: minimum confidence of the hole at the end of a span, in [0, 1]",
     )
-    steps_B: jax.Array = per_row(
-        Setting(
-            "slow_steps",
-            6,
-            "order=slow_fast: maximum number of slow steps before a span",
-            low=1,
-        )
+    steps_B: jax.Array = _number(
+        "slow_steps",
+        6,
+        "order=slow_fast: maximum number of slow steps before a span",
+        low=1,
     )
-    spread_B: jax.Array = per_row(
-        Setting(
-            "slow_spread",
-            1.0,
-            "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals "
-            "fix the end of a span",
-            low=0.0,
-            high=1e6,
-        )
+    spread_B: jax.Array = _number(
+        "slow_spread",
+        1.0,
+        "order=slow_fast: difference in positions, >= 0, below which two consecutive proposals "
+        "fix the end of a span",
+        low=0.0,
+        high=1e6,
     )
     confidence: Measure = static(CONFIDENCE)
 
@@ -746,9 +704,7 @@ class SlowFast(Confident):
     def init(self, num_rows: int, num_positions: int) -> Any:
         return Cycle(*(jnp.zeros(num_rows, jnp.int32) for _ in Cycle._fields))
 
-    def select(
-        self, state: Any, context: CommitContext, proposal: Proposal
-    ) -> tuple[jax.Array, Any]:
+    def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         cycle, sure_BL = _at_block(state, context), proposal.confidence_BL
         scope_BL = self._scope(cycle, context)
         is_sure_BL = scope_BL & reached(sure_BL, self.threshold_B)
