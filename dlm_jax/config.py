@@ -261,6 +261,12 @@ class DataConfig(Section, name="data"):
         choices=("eos", "pad"),
     )
     seq_len: int = setting(128, "number of tokens per training row (L)", low=2, high=2**20)
+    pack: int = setting(
+        1,
+        "documents: most texts in a training row, each trained as if it stood alone; 1: one text",
+        low=1,
+        high=2**10,
+    )
     held_out: float = setting(
         0.05, "fraction of the corpus held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
     )
@@ -271,6 +277,9 @@ class DataConfig(Section, name="data"):
     def check(self) -> None:
         if not self.source:
             raise self.error("source", "is empty; pass a file, a glob or python-reference")
+        if self.pack > 1 and (self.layout, self.tail) != ("documents", "pad"):
+            remedy = "set data.layout='documents' and data.tail='pad'"
+            raise self.error("pack", f"requires rows of documents that end with one EOS; {remedy}")
 
 
 KINDS_OF_SCALING = {

@@ -6,6 +6,7 @@ Legend of shapes, used as suffixes of names and in docstrings:
 ``B``  rows of the batch
 ``L``  positions of the canvas
 ``V``  vocabulary
+``T``  texts of a packed row, which stand one after another
 ``D``  width of the model
 ``H``  attention heads (``G`` key/value heads, ``K`` size of one head)
 ``N``  gathered positions, which may belong to any rows; or a subset of the rows
@@ -122,7 +123,8 @@ class Network:
       init: ``(key) -> params``.
       trunk: ``(params, tokens_BL, length_B, cache) -> (hidden_BLD, cache)``. Positions at or beyond
         ``length_B`` are PAD and masked in attention; the trunk's output at these positions is
-        undefined but finite. ``hidden`` is the input of the LM head (after the final norm), aligned
+        undefined but finite. With lengths ``[B, T]``, each text of a row is computed as if it stood
+        alone (`packs`). ``hidden`` is the input of the LM head (after the final norm), aligned
         with the position that it predicts. ``L`` is a multiple of 64 in sampling and can exceed the
         length of training rows. ``cache`` is opaque; pass ``None`` to get ``None``.
       embed: ``(params, ids) -> vectors``, with an axis ``D`` appended to the shape of ``ids``.
@@ -152,6 +154,7 @@ class Network:
         (`dlm_jax.distributed.partitions.axes_of`).
       predicts_first: False for a causal network that predicts each token from the tokens before it
         and nothing else, so that the first token of a row must be given.
+      packs: whether `trunk` takes the lengths of the texts of packed rows, ``[B, T]``.
     """
 
     init: Callable[[jax.Array], Params]
@@ -169,6 +172,7 @@ class Network:
     canvas_length: int = 0
     axes: Callable[[Params], Params] | None = None
     predicts_first: bool = True
+    packs: bool = False
 
     @property
     def block_length(self) -> int:
@@ -197,9 +201,42 @@ class Status(IntEnum):
     FAILED = 6  # an error in a host sampler or in the program
 
 
-def live_positions(length_B: jax.Array, num_positions: int) -> jax.Array:
-    """True at live positions, ``[B, L]``."""
+def live_positions(length: jax.Array, num_positions: int) -> jax.Array:
+    """True at live positions, ``[B, L]``, for lengths of rows, ``[B]``, or of texts, ``[B, T]``."""
+    length_B = length if length.ndim == 1 else length.sum(axis=1)
     return jnp.arange(num_positions)[None, :] < length_B[:, None]
+
+
+def text_starts(length_BT: jax.Array, num_positions: int) -> jax.Array:
+    """The index at which the text of each position begins, ``[B, L]``; behind the last text, the
+    index where it ends.
+    """
+    end_BT1 = jnp.cumsum(length_BT, axis=1)[:, :, None]
+    return jnp.max(jnp.where(jnp.arange(num_positions)[None, None] >= end_BT1, end_BT1, 0), axis=1)
+
+
+def unpacked(x_BL: jax.Array, length_BT: jax.Array) -> jax.Array:
+    """Each text of packed rows in a row of its own, followed by zeros, ``[B * T, L]``."""
+    start_BT, num_positions = jnp.cumsum(length_BT, axis=1) - length_BT, x_BL.shape[1]
+    place_11L = jnp.arange(num_positions)[None, None]
+    is_live_BTL = place_11L < length_BT[:, :, None]
+    index_BTL = jnp.where(is_live_BTL, start_BT[:, :, None] + place_11L, num_positions)
+    return _at(x_BL, index_BTL).reshape(-1, num_positions)
+
+
+def packed(x_PL: jax.Array, length_BT: jax.Array) -> jax.Array:
+    """The inverse of `unpacked`: ``[B, L, ...]`` for ``[B * T, L, ...]``, with zeros at the end."""
+    num_positions, end_BT1 = x_PL.shape[1], jnp.cumsum(length_BT, axis=1)[:, :, None]
+    place_1L = jnp.arange(num_positions)[None]
+    # Behind the last text, the number of the text and the index are outside.
+    text_BL = jnp.sum(place_1L[None] >= end_BT1, axis=1)
+    index_BL = text_BL * num_positions + place_1L - text_starts(length_BT, num_positions)
+    return _at(x_PL.reshape(len(length_BT), -1, *x_PL.shape[2:]), index_BL)
+
+
+def _at(x_BL: jax.Array, index: jax.Array) -> jax.Array:
+    """The values of each row at its indices, 0 outside."""
+    return jax.vmap(lambda x, at: x.at[at].get(mode="fill", fill_value=0))(x_BL, index)
 
 
 def first_eos(tokens: Any, is_given: Any, eos_ids: Collection[int]) -> Any:

@@ -118,6 +118,7 @@ def load_corpus(
     cache_dir: str | os.PathLike[str] | None = None,
     layout: str = "windows",
     tail: str = "eos",
+    pack: int = 1,
     weights: Sequence[float] = (),
     start_id: int | None = None,
     chat: TurnEncoder | None = None,
@@ -143,6 +144,7 @@ def load_corpus(
         require ``documents``.
       tail: tokens after the document of a row. ``eos`` fills the row with EOS as targets, so that a
         model learns to stop. ``pad`` is one EOS followed by PAD.
+      pack: largest number of documents in a training row. Each document is in one row of an epoch.
       weights: relative number of rows from each sharded corpus. The weights need not sum to 1. If
         empty, rows are proportional to the numbers of tokens.
       start_id: id that a causal network puts before each row. With ``documents``, a row begins with
@@ -195,7 +197,8 @@ def load_corpus(
     for part, some in zip(PARTS, (train, val), strict=True):
         ids_path, bounds_path = (folder / f"{kind}-{key}-{part}.npy" for kind in ("tokens", "rows"))
         ends = coder.eos_id, coder.pad_id
-        rows[part] = DocumentRows(ids_path, bounds_path, seq_len, *ends, tail)
+        most = pack if part == "train" else 1
+        rows[part] = DocumentRows(ids_path, bounds_path, seq_len, *ends, tail, most)
         if not (is_intact(ids_path) and is_intact(bounds_path)):
             encoded = _encode_documents(coder, some, prefix_ids, chat)
             ids, bounds = cut_into_rows(encoded, seq_len=seq_len, prefix_ids=prefix_ids)

@@ -7,7 +7,8 @@ same format (`DocumentRows`).
 
 Each row of a batch is a window of a text, or contains one document: `{"tokens": int32 [b, L],
 "length": int32 [b], "given": int32 [b]}`, where `given` is the number of leading prompt tokens,
-which are never noised and never targets.
+which are never noised and never targets. In a packed row, several documents stand one after
+another, and both numbers are those of the documents, `[b, T]`, 0 for missing ones.
 
 An epoch of documents contains each row once, in shuffled order. For an epoch of windows, the
 training text is cut into adjacent windows from a new random offset, and the windows are shuffled.
@@ -121,6 +122,8 @@ class TokenFile:
 class DocumentRows:
     """Rows that each contain one document, or one part of a document that is longer than a row.
 
+    With `pack`, an epoch contains rows of several documents, the same in every epoch (`pack_rows`).
+
     Attributes:
       tokens_path: token file with all documents, concatenated.
       bounds_path: token file `[2n + 1]` with positions in `tokens_path`: the prompt of row i is
@@ -130,6 +133,7 @@ class DocumentRows:
       pad_id: the id that fills a canvas beyond its length.
       tail: tokens after the document of a row. ``eos`` fills the row with EOS as targets, so
         `length` is `seq_len`. ``pad`` is one EOS followed by PAD.
+      pack: largest number of documents in a row of an epoch.
     """
 
     tokens_path: Path
@@ -138,6 +142,7 @@ class DocumentRows:
     eos_id: int
     pad_id: int
     tail: str
+    pack: int = 1
 
     @cached_property
     def _tokens(self) -> np.ndarray:
@@ -147,13 +152,35 @@ class DocumentRows:
     def _bounds(self) -> np.ndarray:
         return np.asarray(open_tokens(self.bounds_path))
 
+    @cached_property
+    def _packed(self) -> np.ndarray:
+        """The documents of each row of an epoch, int64 ``[rows, pack]``, -1 for missing ones."""
+        if self.pack == 1:
+            return np.arange(len(self._bounds) // 2)[:, None]
+        bounds = self._bounds.astype(np.int64)
+        lengths = self._lengths(bounds[:-1:2], bounds[2::2])
+        return pack_rows(lengths, seq_len=self.seq_len, most=self.pack)
+
     def __len__(self) -> int:
-        return len(self._bounds) // 2
+        return len(self._packed)
 
     def read(self, places: Iterable[Place]) -> Columns:
-        return self.rows([index for index, _ in places])
+        numbers_BT = self._packed[[index for index, _ in places]]
+        texts = self.rows(np.maximum(numbers_BT, 0).reshape(-1))
+        if self.pack == 1:
+            return texts
+        length_BT, given_BT = (
+            np.where(numbers_BT < 0, 0, texts[name].reshape(numbers_BT.shape))
+            for name in ("length", "given")
+        )
+        place_L = np.arange(self.seq_len)
+        tokens_BL = np.full((len(numbers_BT), self.seq_len), self.pad_id, np.int32)
+        is_live_BL = place_L < length_BT.sum(axis=1)[:, None]
+        tokens_BL[is_live_BL] = texts["tokens"][place_L < length_BT.reshape(-1, 1)]
+        return {"tokens": tokens_BL, "length": length_BT, "given": given_BT}
 
     def rows(self, numbers: Sequence[int] | np.ndarray) -> Columns:
+        """The documents with these numbers, each in a row of its own."""
         at = 2 * np.asarray(numbers, np.int64)
         start, middle, stop = (self._bounds[at + i].astype(np.int64) for i in range(3))
         columns = np.arange(self.seq_len)
@@ -180,6 +207,32 @@ class DocumentRows:
         if self.tail == "eos":
             return np.full(len(start), self.seq_len, np.int32)
         return np.minimum(stop - start + 1, self.seq_len).astype(np.int32)
+
+
+def pack_rows(lengths: np.ndarray, *, seq_len: int, most: int) -> np.ndarray:
+    """The documents of each row, int64 ``[rows, most]``, filled with -1: best fit, longest first.
+
+    Each document is in one row (Krell et al. 2021, Efficient sequence packing, algorithm 1).
+    """
+    rows: list[list[int]] = []
+    # The open rows by free space, and a number whose bits are the spaces of open rows.
+    by_space: list[list[int]] = [[] for _ in range(seq_len + 1)]
+    spaces = 0
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        size = int(lengths[number])
+        if fitting := spaces >> size:
+            space = size + (fitting & -fitting).bit_length() - 1
+            row = by_space[space].pop()
+            if not by_space[space]:
+                spaces ^= 1 << space
+        else:
+            space, row = seq_len, len(rows)
+            rows.append([])
+        rows[row].append(number)
+        if len(rows[row]) < most:
+            by_space[space - size].append(row)
+            spaces |= 1 << space - size
+    return np.array([row + [-1] * (most - len(row)) for row in rows], np.int64)
 
 
 Encoded = tuple[str, np.ndarray | None, np.ndarray]
@@ -238,9 +291,9 @@ def train_batches(
 ) -> Generator[Columns, None, None]:
     """An endless iterator over this process's parts of the global batches from `start_step` on.
 
-    An element is `{"tokens": int32 [b, seq_len], "length": int32 [b], "given": int32 [b]}`, where
-    b is `batch_size / process_count`. Process p holds rows `[p*b, (p+1)*b)` of the global batch.
-    The first `given` tokens of a row are a prompt.
+    An element is `{"tokens": int32 [b, seq_len], "length": int32 [b], "given": int32 [b]}`
+    (`[b, pack]` for packed rows), where b is `batch_size / process_count`. Process p holds rows
+    `[p*b, (p+1)*b)` of the global batch. The first `given` tokens of a row are a prompt.
 
     Args:
       source: `Corpus.train_rows`, or a token file to cut into windows.

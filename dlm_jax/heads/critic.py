@@ -18,9 +18,10 @@ from dlm_jax.objectives.losses import Loss
 from dlm_jax.objectives.objective import Drawn
 from dlm_jax.objectives.processes import noise_process
 from dlm_jax.randomness import key_of
+from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.propose import parallel_fill, wavefront_fill
 from dlm_jax.sampling.rules import AUTO
-from dlm_jax.types import Network, Params, live_positions
+from dlm_jax.types import Network, Params, live_positions, packed, unpacked
 
 CRITIC = "critic_head"
 READS = ("fill", "sampler_min_neighbors_ratio", "sampler_even_odd")
@@ -160,30 +161,42 @@ def fill_holes(
     """Tokens ``[B, L]`` for the holes of a batch, generated with the settings in ``[sample]``.
 
     The sampler head fills the holes `in_waves`; otherwise, the fill is parallel. Each device fills
-    its own rows. `rows` are the hidden vectors, shown tokens, lengths, holes, and one seed per row.
+    its own rows, and each text of a packed row as a row of its own. `rows` are the hidden vectors,
+    shown tokens, lengths, holes, and one seed per row or text.
     """
 
     def fill_rows(params: Params, *rows: jax.Array) -> jax.Array:
-        hidden_BLD, shown_BL, length_B, is_hole_BL, seed_B = rows
-        canvas = params, hidden_BLD, shown_BL, jax.vmap(key_of)(seed_B)
+        hidden_BLD, shown_BL, length, is_hole_BL, seed_B = rows
+        output, length_B = TrunkOutput(hidden_BLD), length.reshape(-1)
+        if length.ndim == 2:
+            index_BL = jnp.arange(shown_BL.size).reshape(shown_BL.shape)
+            shown_BL, is_hole_BL, index_BL = (
+                unpacked(x_BL, length) for x_BL in (shown_BL, is_hole_BL, index_BL)
+            )
+            # The hidden vectors stay where they are.
+            begin_B = jnp.arange(length.size) * shown_BL.shape[1]
+            output = output._replace(at_BL=index_BL - begin_B[:, None])
+        canvas = params, output, shown_BL, jax.vmap(key_of)(seed_B.reshape(-1))
         shared: dict[str, Any] = {
             "network": network,
             "is_open_BL": is_hole_BL,
             "length_B": length_B,
             "banned_ids": banned_ids,
         }
-        if not in_waves:
-            return parallel_fill(*canvas, **shared).proposal.tokens_BL
-        is_live_BL = live_positions(length_B, shown_BL.shape[1])
-        fill = wavefront_fill(
-            *canvas,
-            is_seen_BL=is_live_BL & (shown_BL != mask_id),
-            ratio=sample.sampler_min_neighbors_ratio,
-            # As in sampling.
-            is_alternating=sample.sampler_even_odd or sample.fill == AUTO,
-            **shared,
-        )
-        return fill.proposal.tokens_BL
+        if in_waves:
+            is_live_BL = live_positions(length_B, shown_BL.shape[1])
+            fill = wavefront_fill(
+                *canvas,
+                is_seen_BL=is_live_BL & (shown_BL != mask_id),
+                ratio=sample.sampler_min_neighbors_ratio,
+                # As in sampling.
+                is_alternating=sample.sampler_even_odd or sample.fill == AUTO,
+                **shared,
+            )
+        else:
+            fill = parallel_fill(*canvas, **shared)
+        tokens_BL = fill.proposal.tokens_BL
+        return packed(tokens_BL, length) if length.ndim == 2 else tokens_BL
 
     if (mesh := mesh_in_use()) is not None:
         split_rows = P(tuple(axis for axis in ROWS if axis in mesh.axis_names))

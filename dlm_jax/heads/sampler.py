@@ -15,7 +15,7 @@ from dlm_jax.objectives.losses import Loss, at_positions, nll, read_logits
 from dlm_jax.objectives.objective import Drawn
 from dlm_jax.objectives.processes import noise_process
 from dlm_jax.sampling.propose import SamplerReadout
-from dlm_jax.types import Network, Params
+from dlm_jax.types import Network, Params, live_positions, text_starts
 
 SAMPLER = "sampler_head"
 
@@ -131,27 +131,30 @@ def prepare_sampler_inputs(
     (tokens_BL, length_B, _), shown_BL = drawn.batch, drawn.shown_BL
     num_positions, size = shown_BL.shape[1], network.block_length
     place_1L = jnp.arange(num_positions)[None]
+    is_live_BL = live_positions(length_B, num_positions)
     is_hole_BL = shown_BL == mask_id
     if is_noised_BL is not None:
         is_hole_BL |= is_noised_BL
-    is_seen_BL = (~is_hole_BL | is_revealed_BL) & (place_1L < length_B[:, None])
+    is_seen_BL = (~is_hole_BL | is_revealed_BL) & is_live_BL
     ids_BL = jnp.where(is_hole_BL, tokens_BL, shown_BL)
     fixed = jax.lax.stop_gradient(params)
     vector_BLD = network.embed(fixed, ids_BL)
     vector_BLD = jnp.where(is_seen_BL[:, :, None], vector_BLD, 0.0)
     if size:
-        is_live_BL1 = (place_1L < length_B[:, None])[:, :, None]
-        clean_BLD = jnp.where(is_live_BL1, network.embed(fixed, tokens_BL), 0.0)
+        clean_BLD = jnp.where(is_live_BL[:, :, None], network.embed(fixed, tokens_BL), 0.0)
 
     def beside(offset: int) -> jax.Array:
         index_1L = place_1L + offset
-        is_inside_1L = (index_1L >= 0) & (index_1L < num_positions)
+        is_inside_BL = (index_1L >= 0) & (index_1L < num_positions)
+        if length_B.ndim == 2:
+            start_BL = text_starts(length_B, num_positions)
+            is_inside_BL &= start_BL == jnp.roll(start_BL, -offset, axis=1)
         beside_BLD = jnp.roll(vector_BLD, -offset, axis=1)
         if size:
             later_1L1 = (index_1L // size - place_1L // size)[:, :, None]
             beside_BLD = jnp.where(later_1L1 > 0, 0.0, beside_BLD)
             beside_BLD = jnp.where(later_1L1 < 0, jnp.roll(clean_BLD, -offset, axis=1), beside_BLD)
-        return jnp.where(is_inside_1L[:, :, None], beside_BLD, 0.0)
+        return jnp.where(is_inside_BL[:, :, None], beside_BLD, 0.0)
 
     reach = range(1, network.heads["sampler"].context + 1)
     left_BLCD = jnp.stack([beside(-offset) for offset in reach], axis=2)

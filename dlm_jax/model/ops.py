@@ -20,7 +20,7 @@ from dlm_jax.devices import mesh_in_use, platform
 from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.kernels import cpu
 from dlm_jax.model.kernels.split import grouped, padded, ungrouped, window_by_device
-from dlm_jax.types import live_positions
+from dlm_jax.types import live_positions, text_starts
 
 MaySee = Callable[[Any, Any], Any]
 """Maps ``(query positions, key positions)`` to True where a query may attend to a key.
@@ -54,6 +54,11 @@ _FEW_ROWS = 8
 def causal(query: Any, key: Any) -> Any:
     """A position attends to itself and all earlier positions."""
     return key <= query
+
+
+def unmasked(query: Any, key: Any) -> Any:
+    """A position attends to all positions."""
+    return (query >= 0) & (key >= 0)
 
 
 def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
@@ -158,27 +163,34 @@ def attention(
     TPUs use the splash kernel. GPUs use cuDNN in half precision, or a Triton kernel if cuDNN has no
     kernel for `may_see`. All other cases use a formula. Consecutive groups of heads share the ``G``
     key/value heads. The keys of several streams of the same rows can be concatenated; `may_see`
-    then distinguishes the streams. Outputs at positions beyond the length are finite.
+    then distinguishes the streams. With the lengths of texts, ``[B, T]``, a query attends only to
+    its own text. Outputs at positions beyond the length are finite.
     """
     num_positions, size, target = q_BLHK.shape[1], q_BLHK.shape[-1], platform()
-    # A row of length 0 attends to its first key, so that the result is finite.
-    is_live_BL = live_positions(jnp.maximum(length_B, 1), num_positions)
-    is_live_BM = jnp.tile(is_live_BL, (1, k_BMGK.shape[1] // num_positions))
-    given = (q_BLHK, k_BMGK, v_BMGK, is_live_BM)
+    text_BL, is_packed = None, length_B.ndim == 2
+    if is_packed:
+        # The positions behind the last text attend to each other.
+        text_BL = text_BM = 1 + text_starts(length_B, num_positions)
+    else:
+        # A row of length 0 attends to its first key, so that the result is finite.
+        is_live_BL = live_positions(jnp.maximum(length_B, 1), num_positions)
+        text_BM = jnp.tile(is_live_BL, (1, k_BMGK.shape[1] // num_positions))
+    given = (q_BLHK, k_BMGK, v_BMGK, text_BM, text_BL)
     if target == "tpu" and num_positions >= _LEAST_FOR_SPLASH:
         from dlm_jax.model.kernels.tpu import splash_attention
 
         # The kernel already names its output; naming it again would store it twice.
         return splash_attention(*given, may_see=may_see, saved=SAVED)
     is_half_on_gpu = target == "gpu" and q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
-    if is_half_on_gpu and size % 8 == 0 and may_see in (None, causal):
+    if is_half_on_gpu and size % 8 == 0 and may_see in (None, causal) and not is_packed:
         y_BLHK = cudnn_attention(q_BLHK, k_BMGK, v_BMGK, length_B, may_see is not None)
         return checkpoint_name(y_BLHK, SAVED)
     is_long = num_positions >= _LEAST_FOR_TRITON and not _splits_positions()
-    if is_half_on_gpu and may_see is not None and is_long and size in _TRITON_SIZES:
+    is_masked = may_see is not None or is_packed
+    if is_half_on_gpu and is_masked and is_long and size in _TRITON_SIZES:
         from dlm_jax.model.kernels.triton import triton_attention
 
-        return triton_attention(*given, may_see=may_see, saved=SAVED)
+        return triton_attention(*given, may_see=may_see or unmasked, saved=SAVED)
     return formula_attention(*given, may_see=may_see)
 
 
@@ -207,17 +219,21 @@ def formula_attention(
     q_BNHK: jax.Array,
     k_BMGK: jax.Array,
     v_BMGK: jax.Array,
-    is_live_BM: jax.Array,
+    text_BM: jax.Array,
+    text_BN: jax.Array | None = None,
     *,
     may_see: MaySee | None,
 ) -> jax.Array:
     """`attention` without a kernel; `may_see` may also return an array with an axis of rows.
 
-    The scores of at most `_MOST_QUERIES` positions exist at a time.
+    `text_BM` is True at live keys, or has the number of each key's text, and `text_BN` that of each
+    query's text. The scores of at most `_MOST_QUERIES` positions exist at a time.
     """
 
-    def attend(q_BNHK: jax.Array, query_N: jax.Array) -> jax.Array:
-        is_seen_BNM = is_live_BM[:, None]
+    def attend(q_BNHK: jax.Array, query_N: jax.Array, text_BN: jax.Array | None) -> jax.Array:
+        is_seen_BNM = text_BM[:, None]
+        if text_BN is not None:
+            is_seen_BNM = text_BN[:, :, None] == is_seen_BNM
         if may_see is not None:
             is_seen = may_see(query_N[:, None], jnp.arange(k_BMGK.shape[1])[None])
             is_seen_BNM = is_seen_BNM & (is_seen[None] if is_seen.ndim == 2 else is_seen)
@@ -227,12 +243,18 @@ def formula_attention(
 
     num_queries = q_BNHK.shape[1]
     if num_queries <= _MOST_QUERIES or _splits_positions():
-        return checkpoint_name(attend(q_BNHK, jnp.arange(num_queries)), SAVED)
-    q_BNHK = padded(q_BNHK, 1, _MOST_QUERIES)
-    blocks = q_BNHK.reshape(q_BNHK.shape[0], -1, _MOST_QUERIES, *q_BNHK.shape[2:]).swapaxes(0, 1)
-    places = jnp.arange(q_BNHK.shape[1]).reshape(-1, _MOST_QUERIES)
-    blocks = jax.lax.map(lambda given: attend(*given), (blocks, places))
-    return checkpoint_name(blocks.swapaxes(0, 1).reshape(q_BNHK.shape)[:, :num_queries], SAVED)
+        return checkpoint_name(attend(q_BNHK, jnp.arange(num_queries), text_BN), SAVED)
+
+    def cut(x_BN: jax.Array) -> jax.Array:
+        x_BN = padded(x_BN, 1, _MOST_QUERIES)
+        return x_BN.reshape(x_BN.shape[0], -1, _MOST_QUERIES, *x_BN.shape[2:]).swapaxes(0, 1)
+
+    blocks = cut(q_BNHK)
+    places = jnp.arange(blocks.shape[0] * _MOST_QUERIES).reshape(-1, _MOST_QUERIES)
+    given = blocks, places, None if text_BN is None else cut(text_BN)
+    blocks = jax.lax.map(lambda given: attend(*given), given).swapaxes(0, 1)
+    y_BNHK = blocks.reshape(q_BNHK.shape[0], -1, *q_BNHK.shape[2:])[:, :num_queries]
+    return checkpoint_name(y_BNHK, SAVED)
 
 
 def split_heads(x_BLD: jax.Array, head_size: int) -> jax.Array:

@@ -25,7 +25,7 @@ from dlm_jax.model.diffusion_gemma import DiffusionGemma
 from dlm_jax.model.layers import Block
 from dlm_jax.model.moe import MoeBlock
 from dlm_jax.model.trunk import Angles, Trunk
-from dlm_jax.types import CachedTrunk, Inside, Network, Params, Window, left_of
+from dlm_jax.types import CachedTrunk, Inside, Network, Params, Window, left_of, text_starts
 
 
 def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array:
@@ -63,11 +63,15 @@ class Transformer(Trunk):
                 x_BLD, angles, lambda q, k, v: ops.attention(q, k, v, length_B, may_see=may_see)
             )
 
-        angles = self.angles(tokens_BL.shape[1])
-        x_BLD = self.embed(params, self.inputs(tokens_BL))
+        angles, is_first_BL = self.angles(tokens_BL.shape[1]), None
+        if length_B.ndim == 2:
+            num_positions = tokens_BL.shape[1]
+            place_BL = jnp.arange(num_positions)[None] - text_starts(length_B, num_positions)
+            angles, is_first_BL = jax.tree.map(lambda x_LK: x_LK[place_BL], angles), place_BL == 0
+        x_BLD = self.embed(params, self.inputs(tokens_BL, is_first_BL))
         for layers in self.layers(params):
             x_BLD = layers.scan(run, x_BLD, length_B, angles[layers.name])
-        return self.outputs(params, x_BLD), cache
+        return self.outputs(params, x_BLD, is_first_BL), cache
 
     @property
     def block_length(self) -> int:
@@ -119,16 +123,33 @@ class Transformer(Trunk):
             inside=self.inside,
             heads=heads,
             predicts_first=self.config.predicts_first,
+            packs=self.block_length <= 1,
         )
 
-    def inputs(self, tokens_BL: jax.Array) -> jax.Array:
-        """The tokens at the input: in a causal network, those before each position."""
-        return left_of(tokens_BL, self.config.start_id) if self.config.has_start else tokens_BL
+    def inputs(self, tokens_BL: jax.Array, is_first_BL: jax.Array | None = None) -> jax.Array:
+        """The tokens at the input: in a causal network, those before each position.
 
-    def outputs(self, params: Params, x_BLD: jax.Array) -> jax.Array:
+
+        `is_first_BL` is True at the first position of each text; None means that of the row.
+        """
+        if not self.config.has_start:
+            return tokens_BL
+        before_BL = left_of(tokens_BL, self.config.start_id)
+        if is_first_BL is None:
+            return before_BL
+        return jnp.where(is_first_BL, self.config.start_id, before_BL)
+
+    def outputs(
+        self, params: Params, x_BLD: jax.Array, is_first_BL: jax.Array | None = None
+    ) -> jax.Array:
         """The final norm, aligned with the positions that are predicted."""
         x_BLD = self.norm(params, x_BLD)
-        return one_later(x_BLD) if self.config.logit_alignment == "shifted" else x_BLD
+        if self.config.logit_alignment != "shifted":
+            return x_BLD
+        before_BLD = one_later(x_BLD)
+        if is_first_BL is None:
+            return before_BLD
+        return jnp.where(is_first_BL[:, :, None], x_BLD, before_BLD)
 
     def inside(self, params: Params, tokens_BL: jax.Array, length_B: jax.Array) -> Inside:
         """`Network.inside`: the blocks one by one, with plain attention."""

@@ -21,13 +21,25 @@ from dlm_jax.objectives import corruption
 from dlm_jax.objectives.corruption import Schedule, mask_independently, stratified_times
 from dlm_jax.objectives.losses import Loss, at_positions, hidden_of, read_logits
 from dlm_jax.objectives.processes import HIGHEST_LEVEL, Noise, Process, divergence
-from dlm_jax.types import Network, Params, left_of, live_positions, returned, right_of
+from dlm_jax.types import (
+    Network,
+    Params,
+    left_of,
+    live_positions,
+    packed,
+    returned,
+    right_of,
+    unpacked,
+)
 
 USUAL_MISPRINTS = ObjectiveConfig.misprint_kinds
 
 
 class Batch(NamedTuple):
     """Rows to train on.
+
+    Several texts can stand one after another in a *packed* row; numbers are then those of the
+    texts, ``[B, T]``, and 0 for missing texts. `Objective.draw` receives rows of one text.
 
     Attributes:
       tokens_BL: int32, clean tokens.
@@ -41,8 +53,17 @@ class Batch(NamedTuple):
     given_B: jax.Array
 
     def is_free_BL(self) -> jax.Array:
+        if self.length_B.ndim == 2:
+            return packed(self.unpacked().is_free_BL(), self.length_B)
         place_1L = jnp.arange(self.tokens_BL.shape[1])[None]
         return (place_1L < self.length_B[:, None]) & (place_1L >= self.given_B[:, None])
+
+    def unpacked(self) -> Batch:
+        """The texts of packed rows in rows of their own; other rows unchanged."""
+        if self.length_B.ndim == 1:
+            return self
+        numbers = self.length_B.reshape(-1), self.given_B.reshape(-1)
+        return Batch(unpacked(self.tokens_BL, self.length_B), *numbers)
 
     def with_first_given(self) -> Batch:
         """The rows, with at least their first token given."""
@@ -75,6 +96,25 @@ class Drawn(NamedTuple):
     def is_supervised_BL(self) -> jax.Array:
         """True at the positions where an objective predicts the token."""
         return self.weight_BL > 0
+
+    def packed(self, num_rows: int) -> Drawn:
+        """What was drawn for rows of one text, ``[B * T, ...]``, for `num_rows` packed rows.
+
+        Values of positions are then ``[B, L, ...]``, and values of texts ``[B, T, ...]``.
+        """
+        length_BT = self.batch.length_B.reshape(num_rows, -1)
+
+        def pack(x: Any) -> Any:
+            if isinstance(x, Drawn):
+                return x.packed(num_rows)
+            if jnp.ndim(x) == 0:
+                return x
+            if x.shape[:2] == self.shown_BL.shape:
+                return packed(x, length_BT)
+            return x.reshape(num_rows, -1, *x.shape[1:])
+
+        is_leaf = lambda x: isinstance(x, Drawn) and x is not self  # noqa: E731
+        return jax.tree.map(pack, self, is_leaf=is_leaf)
 
 
 @dataclass(frozen=True)

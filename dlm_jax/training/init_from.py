@@ -79,6 +79,7 @@ def load_data(config: Config, *, report: Report) -> tuple[Config, Corpus]:
         held_out=data.held_out,
         cache_dir=data.cache_dir or None,
         layout=data.layout,
+        pack=data.pack,
         tail=data.tail,
         weights=data.weights,
         start_id=model.start_id if model.attention_type == "causal" else None,

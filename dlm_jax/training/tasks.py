@@ -117,16 +117,19 @@ class Task:
         step.
 
         Each head has separate noise, so that the noise of the model does not depend on the heads.
+        Each text of a packed row has the noise of a row of its own.
         """
+        rows = batch.unpacked()
         is_cut = self.config.model.attention_type != "causal"
         cut = self.config.objective.random_length_share if is_cut else 0.0
-        drawn = draw_all(self.objectives, batch, jax.random.fold_in(key, step), cut=cut)
+        drawn = draw_all(self.objectives, rows, jax.random.fold_in(key, step), cut=cut)
         noise = dict(drawn.noise)
         salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
         for head in self.heads:
             if head.name in stage:
                 noise[head.name] = head.draw(drawn, jax.random.fold_in(salted, _stream(head.name)))
-        return drawn._replace(noise=noise)
+        drawn = drawn._replace(noise=noise)
+        return drawn if rows is batch else drawn.packed(len(batch.length_B))
 
     def losses(
         self, trained: Params, frozen: Params, drawn: Drawn, step: jax.Array, stage: Stage
@@ -362,6 +365,12 @@ def make_task(
     """
     if not isinstance(network, Network):
         network = (network or build)(config.model)
+    pack, share = config.data.pack, config.objective.proofreading_share
+    if pack > 1:
+        why = "requires a network with full or causal attention (Network.packs)"
+        require(network.packs, "data.pack", pack, why, "use 1", "model.attention_type")
+        why = f"is not supported with objective.proofreading_share={share}, which lengthens texts"
+        require(not share, "data.pack", pack, why, "use 1", "objective.proofreading_share")
     banned_ids = (*tokenizer.banned_ids, tokenizer.pad_id)
     records: list[Head] = []
     for name in config.model.added_heads:

@@ -140,9 +140,10 @@ def lower_step(task: Task, stage: Stage, state: TrainState) -> jax.stages.Lowere
     """The training step of a stage, for a state or its shapes, before it is compiled."""
     train, length = task.config.train, task.config.data.seq_len
     rows = batch_sharding(task.mesh, train.batch_size, train.accumulate)
+    texts = (task.config.data.pack,) if task.config.data.pack > 1 else ()
     columns: list[Any] = [
         jax.ShapeDtypeStruct((train.batch_size, *shape), np.int32, sharding=rows)
-        for shape in ((length,), (), ())
+        for shape in ((length,), texts, texts)
     ]
     step = make_train_step(task, stage, state)
     return step.lower(state, Batch(*columns), jax.eval_shape(lambda: key_of(0)))

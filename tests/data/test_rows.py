@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_jax.data.pipeline import DocumentRows, cut_into_rows, write_tokens
+from dlm_jax.data.pipeline import DocumentRows, cut_into_rows, pack_rows, write_tokens
 
 SEQ_LEN, EOS, PAD = 8, 90, 91
 IDS = st.lists(st.integers(0, 80), min_size=1, max_size=30).map(np.array)
@@ -26,11 +26,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("rows")
 
 
-def _store(folder, documents, tail) -> DocumentRows:
+def _store(folder, documents, tail, pack=1) -> DocumentRows:
     ids, bounds = cut_into_rows(documents, seq_len=SEQ_LEN)
     write_tokens(folder / "t.npy", ids, vocab_size=100)
     write_tokens(folder / "b.npy", bounds, vocab_size=int(bounds[-1]) + 1)
-    return DocumentRows(folder / "t.npy", folder / "b.npy", SEQ_LEN, EOS, PAD, tail)
+    return DocumentRows(folder / "t.npy", folder / "b.npy", SEQ_LEN, EOS, PAD, tail, pack)
 
 
 @pytest.mark.parametrize("tail", ["eos", "pad"])
@@ -56,6 +56,36 @@ def test_rows_are_the_documents_one_after_the_other(folder, tail, documents):
         targets += length - given
     assert rows.num_targets() == targets
     assert {array.dtype for array in batch.values()} == {np.dtype(np.int32)}
+
+
+@given(documents=DOCUMENTS, pack=st.integers(2, 4))
+@settings(deadline=None, max_examples=40)
+def test_packed_rows_have_each_document_whole_and_once(folder, documents, pack):
+    rows, packed = (_store(folder, documents, "pad", most) for most in (1, pack))
+    alone = rows.rows(range(len(rows)))
+    batch = packed.read([(row, 0) for row in range(len(packed))])
+    assert batch["tokens"].shape == (len(packed), SEQ_LEN)
+    assert batch["length"].shape == batch["given"].shape == (len(packed), pack)
+    found = []
+    for tokens, lengths, givens in zip(*(batch[name] for name in batch), strict=True):
+        ends = np.cumsum(lengths)
+        found += [
+            (tokens[end - length : end].tolist(), given)
+            for end, length, given in zip(ends, lengths, givens, strict=True)
+            if length
+        ]
+        assert set(tokens[ends[-1] :]) <= {PAD}
+    expected = [
+        (tokens[:length].tolist(), given)
+        for tokens, length, given in zip(*(alone[name] for name in alone), strict=True)
+    ]
+    assert sorted(found) == sorted(expected)
+    assert {array.dtype for array in batch.values()} == {np.dtype(np.int32)}
+
+
+def test_best_fit_fills_rows_and_ends_at_the_most_documents():
+    rows = pack_rows(np.array([3, 8, 2, 5, 1, 1, 1]), seq_len=8, most=3)
+    assert rows.tolist() == [[1, -1, -1], [3, 0, -1], [2, 4, 5], [6, -1, -1]]
 
 
 def test_a_row_read_alone_is_the_row_read_among_others(folder):

@@ -24,9 +24,11 @@ from dlm_jax.model.kernels.triton import (
     visible_tiles,
 )
 from dlm_jax.model.ops import causal
-from dlm_jax.types import live_positions
+from dlm_jax.types import live_positions, text_starts
 
 MASKS = {"bidirectional": None, "causal": causal, "blocks": InBlocks(40)}
+TEXTS = np.array([[70, 0, 80], [1, 60, 0], [0, 0, 0]])
+"""Lengths of the texts of packed rows."""
 ROWS, POSITIONS, HEADS, SIZE = 3, 150, 4, 16
 
 
@@ -42,11 +44,18 @@ def _oracle(q, k, v, length_B, may_see):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     y, shared = np.zeros(q.shape), HEADS // k.shape[2]
     for b, i, h in np.ndindex(ROWS, POSITIONS, HEADS):
-        seen = [j for j in range(max(1, int(length_B[b]))) if may_see is None or may_see(i, j)]
+        seen = range(max(1, int(length_B[b]))) if length_B.ndim == 1 else _text_of(i, length_B[b])
+        seen = [j for j in seen if may_see is None or may_see(i, j)]
         scores = k[b, seen, h // shared] @ q[b, i, h] / np.sqrt(SIZE)
         weights = np.exp(scores - scores.max())
         y[b, i, h] = weights @ v[b, seen, h // shared] / weights.sum()
     return y
+
+
+def _text_of(place, lengths):
+    """The positions of the text at `place`, or those behind the last text."""
+    ends = [0, *np.cumsum(lengths), POSITIONS]
+    return next(range(a, b) for a, b in zip(ends, ends[1:], strict=False) if a <= place < b)
 
 
 def _formula(platform, most_queries=POSITIONS):
@@ -71,23 +80,32 @@ def _forms():
 
 @pytest.mark.parametrize("mask", list(MASKS))
 @pytest.mark.parametrize("num_groups", [pytest.param(4, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("is_packed", [False, True])
 def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(
-    mask, num_groups, monkeypatch
+    is_packed, mask, num_groups, monkeypatch
 ):
+    if is_packed and mask == "blocks":
+        pytest.skip("not supported")
     # Several tiles of the splash kernel, of twice as many keys as queries without a mask.
     monkeypatch.setattr(tpu, "_MAX_BLOCK", 128)
     monkeypatch.setattr(devices, "num_cores", lambda: 2)
     inputs, length_B, g = _inputs(num_groups)
+    texts = (live_positions(jnp.maximum(length_B, 1), POSITIONS),)
+    if is_packed:
+        length_B = TEXTS
+        texts = (1 + text_starts(jnp.asarray(TEXTS), POSITIONS),) * 2
     expected = _oracle(*inputs, length_B, MASKS[mask])
-    is_live = live_positions(jnp.maximum(length_B, 1), POSITIONS)
     gradients = {}
     for name, form in _forms().items():
-        if name == "triton" and mask != "blocks":
+        may_see = MASKS[mask]
+        if name == "triton" and is_packed:
+            may_see = may_see or ops.unmasked
+        elif name == "triton" and mask != "blocks":
             continue
 
         @jax.jit
-        def run(*inputs, form=form):
-            y, pull = jax.vjp(lambda *a: form(*a, is_live, may_see=MASKS[mask]), *inputs)
+        def run(*inputs, form=form, may_see=may_see):
+            y, pull = jax.vjp(lambda *a: form(*a, *texts, may_see=may_see), *inputs)
             return y, pull(g)
 
         y, gradients[name] = run(*inputs)

@@ -22,17 +22,21 @@ def by_device(
     q_BLHK: jax.Array,
     k_BMGK: jax.Array,
     v_BMGK: jax.Array,
-    is_live_BM: jax.Array,
+    text_BM: jax.Array,
+    text_BL: jax.Array | None,
     *,
     splits_queries: bool = True,
 ) -> jax.Array:
-    """The attention ``compute(q, k, v, is_live)``; each device computes its own rows and heads.
+    """The attention ``compute(q, k, v, text_BM, text_BL)``; each device computes its own rows and
+    heads.
 
-    With `splits_queries`, devices also split the queries of a row if the mesh splits positions.
+    A query attends to the keys with the number of its text; if `text_BL` is None, to live keys,
+    where `text_BM` is True. With `splits_queries`, devices also split the queries of a row if the
+    mesh splits positions.
     """
     mesh = mesh_in_use()
     if mesh is None:
-        return compute(q_BLHK, k_BMGK, v_BMGK, is_live_BM)
+        return compute(q_BLHK, k_BMGK, v_BMGK, text_BM, text_BL)
     if k_BMGK.shape[2] % mesh.shape.get("tensor", 1):
         num_shared = q_BLHK.shape[2] // k_BMGK.shape[2]
         k_BMGK, v_BMGK = (jnp.repeat(x, num_shared, axis=2) for x in (k_BMGK, v_BMGK))
@@ -40,11 +44,10 @@ def by_device(
     if not splits_queries:
         queries = P(queries[0], None, *queries[2:])
     keys = fitting(PLACES["keys"], k_BMGK.shape, mesh)
-    rows = fitting(PLACES["rows"], is_live_BM.shape, mesh)
-    split = jax.shard_map(
-        compute, in_specs=(queries, keys, keys, rows), out_specs=queries, check_vma=False
-    )
-    return split(q_BLHK, k_BMGK, v_BMGK, is_live_BM)
+    rows = fitting(PLACES["rows"], text_BM.shape, mesh)
+    specs = queries, keys, keys, rows, P(*queries[:2])
+    split = jax.shard_map(compute, in_specs=specs, out_specs=queries, check_vma=False)
+    return split(q_BLHK, k_BMGK, v_BMGK, text_BM, text_BL)
 
 
 def window_by_device(

@@ -51,7 +51,8 @@ def splash_attention(
     q_BLHK: jax.Array,
     k_BMGK: jax.Array,
     v_BMGK: jax.Array,
-    is_live_BM: jax.Array,
+    text_BM: jax.Array,
+    text_BL: jax.Array | None = None,
     *,
     may_see: Callable[[Any, Any], Any] | None = None,
     saved: str | None = None,
@@ -65,9 +66,10 @@ def splash_attention(
     device.
     """
 
-    def compute(q: jax.Array, k: jax.Array, v: jax.Array, is_live: jax.Array) -> jax.Array:
+    def compute(q: jax.Array, k: jax.Array, v: jax.Array, text: Any, own: Any) -> jax.Array:
         num_queries, num_heads, head_size = q.shape[1:]
-        q, k, v, is_live = (padded(x, 1, _LANES) for x in (q, k, v, is_live))
+        q, k, v, text = (padded(x, 1, _LANES) for x in (q, k, v, text))
+        own = jnp.ones(q.shape[:2], jnp.int32) if own is None else padded(own, 1, _LANES)
         shape = (q.shape[1], k.shape[1])
         mask = FullMask(shape) if may_see is None else _Places(shape, may_see)
         block_q, block_k = map(tile_of, shape)
@@ -92,28 +94,27 @@ def splash_attention(
         # The kernel does not scale the scores, so the queries are scaled, in float32.
         q = (q.astype(jnp.float32) * head_size**-0.5).astype(q.dtype)
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-        segments = SegmentIds(
-            q=jnp.ones((q.shape[0], q.shape[2]), jnp.int32), kv=is_live.astype(jnp.int32)
-        )
+        segments = SegmentIds(q=own, kv=text.astype(jnp.int32))
         y: Any = jax.vmap(kernel)(q, k, v, segments)
         return y.swapaxes(1, 2)[:, :num_queries]
 
-    def on_cores(q: jax.Array, k: jax.Array, v: jax.Array, is_live: jax.Array) -> jax.Array:
+    def on_cores(q: jax.Array, k: jax.Array, v: jax.Array, *texts: Any) -> jax.Array:
         # The cores of a chip split the rows, and in the backward pass nothing else. With an odd
         # number of rows on two cores, half the heads of a row make a row.
         num_rows, num_heads = q.shape[0], q.shape[2]
         if devices.num_cores() == 1 or num_rows % 2 == 0 or num_heads % 2 or k.shape[2] % 2:
-            return compute(q, k, v, is_live)
+            return compute(q, k, v, *texts)
 
         def halves(x: jax.Array) -> jax.Array:
             x = x.reshape(*x.shape[:2], 2, -1, x.shape[3])
             return jnp.moveaxis(x, 2, 1).reshape(2 * num_rows, x.shape[1], *x.shape[3:])
 
-        y = compute(halves(q), halves(k), halves(v), jnp.repeat(is_live, 2, axis=0))
+        texts = (x if x is None else jnp.repeat(x, 2, axis=0) for x in texts)
+        y = compute(halves(q), halves(k), halves(v), *texts)
         return jnp.moveaxis(y.reshape(num_rows, 2, *y.shape[1:]), 1, 2).reshape(q.shape)
 
-    splits_queries = may_see is None
-    return by_device(on_cores, q_BLHK, k_BMGK, v_BMGK, is_live_BM, splits_queries=splits_queries)
+    given = q_BLHK, k_BMGK, v_BMGK, text_BM, text_BL
+    return by_device(on_cores, *given, splits_queries=may_see is None)
 
 
 def tile_of(num_positions: int) -> int:

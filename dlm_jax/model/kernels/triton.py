@@ -33,7 +33,8 @@ def triton_attention(
     q_BLHK: jax.Array,
     k_BMGK: jax.Array,
     v_BMGK: jax.Array,
-    is_live_BM: jax.Array,
+    text_BM: jax.Array,
+    text_BL: jax.Array | None = None,
     *,
     may_see: MaySee,
     saved: str | None = None,
@@ -45,12 +46,12 @@ def triton_attention(
     `interpret` are as in `dlm_jax.model.kernels.tpu.splash_attention`.
     """
 
-    def of_rows(*given: jax.Array) -> jax.Array:
-        q, k, v, is_live = (padded(x, 1, TILE) for x in given)
-        y: jax.Array = _attend(q, k, v, is_live.astype(jnp.int32), may_see, saved, interpret)
+    def of_rows(*given: Any) -> jax.Array:
+        q, k, v, text, own = (x if x is None else padded(x, 1, TILE) for x in given)
+        y: jax.Array = _attend(q, k, v, text.astype(jnp.int32), own, may_see, saved, interpret)
         return y[:, : given[0].shape[1]]
 
-    return by_device(of_rows, q_BLHK, k_BMGK, v_BMGK, is_live_BM)
+    return by_device(of_rows, q_BLHK, k_BMGK, v_BMGK, text_BM, text_BL)
 
 
 @functools.lru_cache(maxsize=64)
@@ -64,46 +65,47 @@ def visible_tiles(num_queries: int, num_keys: int, may_see: MaySee) -> np.ndarra
     return np.stack(rows)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _attend(q, k, v, is_live, may_see, saved, interpret):
-    return _attend_forward(q, k, v, is_live, may_see, saved, interpret)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attend(q, k, v, text, own, may_see, saved, interpret):
+    return _attend_forward(q, k, v, text, own, may_see, saved, interpret)[0]
 
 
-def _attend_forward(q, k, v, is_live, may_see, saved, interpret):
+def _attend_forward(q, k, v, text, own, may_see, saved, interpret):
     num_rows, num_queries, num_heads, _ = q.shape
     shared = num_heads // k.shape[2]
     lse = jax.ShapeDtypeStruct((num_rows, num_heads, num_queries), jnp.float32)
     tiles = _listed(visible_tiles(num_queries, k.shape[1], may_see))
-    given = *tiles, _tile(q), _whole(k, shared), _whole(v, shared), _row(is_live)
+    given = *tiles, _tile(q), _whole(k, shared), _whole(v, shared), _row(text), _row(own, TILE)
     y, lse = _call(_forward_kernel, may_see, interpret, given, (_tile(q), _numbers(lse)))
     if saved is not None:
         y, lse = checkpoint_name(y, saved), checkpoint_name(lse, saved)
-    return y, (q, k, v, is_live, y, lse)
+    return y, (q, k, v, text, own, y, lse)
 
 
 def _attend_backward(may_see, saved, interpret, residuals, g):
     del saved
-    q, k, v, is_live, y, lse = residuals
+    q, k, v, text, own, y, lse = residuals
     num_heads, shared, length = q.shape[2], q.shape[2] // k.shape[2], q.shape[1]
     # The mean of the gradients of a query's scores.
     mean = jnp.einsum("blhk,blhk->bhl", y.astype(jnp.float32), g.astype(jnp.float32))
     is_visible = visible_tiles(length, k.shape[1], may_see)
-    given = *_listed(is_visible), _tile(q), _whole(k, shared), _whole(v, shared), _row(is_live)
-    given = *given, _tile(g), _numbers(lse), _numbers(mean)
+    given = *_listed(is_visible), _tile(q), _whole(k, shared), _whole(v, shared)
+    given = *given, _row(text), _row(own, TILE), _tile(g), _numbers(lse), _numbers(mean)
     (g_q,) = _call(_queries_kernel, may_see, interpret, given, (_tile(q),))
     of_heads = (*k.shape[:2], num_heads, k.shape[3])
     per_head = jax.ShapeDtypeStruct(of_heads, jnp.float32 if shared > 1 else k.dtype)
     given = *_listed(is_visible.T), _whole(q), _tile(k, shared), _tile(v, shared)
-    given = *given, _row(is_live, TILE), _whole(g), _numbers(lse, length), _numbers(mean, length)
+    given = *given, _row(text, TILE), _row(own), _whole(g)
+    given = *given, _numbers(lse, length), _numbers(mean, length)
     g_k, g_v = _call(_keys_kernel, may_see, interpret, given, (_tile(per_head), _tile(per_head)))
     if shared > 1:
         g_k, g_v = (x.reshape(*k.shape[:3], shared, -1).sum(axis=3) for x in (g_k, g_v))
-    return g_q, g_k.astype(k.dtype), g_v.astype(v.dtype), None
+    return g_q, g_k.astype(k.dtype), g_v.astype(v.dtype), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
-Operand = tuple[pl.BlockSpec, Any]
+Operand = tuple[pl.BlockSpec | None, Any]
 """An array, or the shape of an output, and the block of it that one program of the grid reads."""
 
 
@@ -151,7 +153,9 @@ def _whole(x: Any, shared: int = 1) -> Operand:
 
 
 def _row(x: Any, size: int | None = None) -> Operand:
-    """All positions, or a tile, of ``[B, L]``."""
+    """All positions, or a tile, of ``[B, L]``, or no operand."""
+    if x is None:
+        return None, None
     return pl.BlockSpec((None, size or x.shape[1]), lambda i, b, h: (b, i if size else 0)), x
 
 
@@ -172,15 +176,30 @@ def _dot(a_NK: jax.Array, b_KM: jax.Array) -> jax.Array:
 def _scores(
     q_NK: jax.Array,
     k_MK: jax.Array,
-    is_live_M: jax.Array,
+    text_M: jax.Array,
+    own_N: jax.Array | None,
     query_N: jax.Array,
     key_M: jax.Array,
     may_see: MaySee,
 ) -> jax.Array:
     """Scaled scores ``[N, M]`` of a tile in units of log 2, float32."""
     scores_NM = _dot(q_NK, k_MK.T) * (_LOG2_E * q_NK.shape[1] ** -0.5)
-    is_seen_NM = may_see(query_N[:, None], key_M[None]) & (is_live_M > 0)[None]
+    is_seen_NM = (text_M > 0)[None] if own_N is None else own_N[:, None] == text_M[None]
+    is_seen_NM = may_see(query_N[:, None], key_M[None]) & is_seen_NM
     return jnp.where(is_seen_NM, scores_NM, HIDDEN)
+
+
+def _read(ref, at):
+    return None if ref is None else ref[at]
+
+
+def _if_seen(text_M, own_N, compute, carry):
+    """``compute(carry)``, unless the queries and the keys have no text in common."""
+    if own_N is None:
+        return compute(carry)
+    # The numbers of texts ascend.
+    is_seen = (jnp.min(text_M) <= jnp.max(own_N)) & (jnp.max(text_M) >= jnp.min(own_N))
+    return jax.lax.cond(is_seen, compute, lambda carry: carry, carry)
 
 
 def _added(carry, scores_NM, v_MK):
@@ -193,15 +212,20 @@ def _added(carry, scores_NM, v_MK):
 
 
 def _forward_kernel(
-    order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, y_ref, lse_ref, *, may_see
+    order_ref, count_ref, q_ref, k_ref, v_ref, text_ref, own_ref, y_ref, lse_ref, *, may_see
 ):
-    q_NK, query_N = q_ref[...], _positions(pl.program_id(0))
+    q_NK, own_N, query_N = q_ref[...], _read(own_ref, ...), _positions(pl.program_id(0))
 
     def of_tile(n, carry):
         tile = order_ref[n]
         at = pl.ds(tile * TILE, TILE)
-        scores_NM = _scores(q_NK, k_ref[at, :], live_ref[at], query_N, _positions(tile), may_see)
-        return _added(carry, scores_NM, v_ref[at, :])
+        text_M, places = text_ref[at], (query_N, _positions(tile))
+
+        def add(carry):
+            scores_NM = _scores(q_NK, k_ref[at, :], text_M, own_N, *places, may_see)
+            return _added(carry, scores_NM, v_ref[at, :])
+
+        return _if_seen(text_M, own_N, add, carry)
 
     nothing = jnp.zeros(q_NK.shape, jnp.float32), jnp.full(TILE, HIDDEN), jnp.zeros(TILE)
     y_NK, top_N, total_N = jax.lax.fori_loop(0, count_ref[0], of_tile, nothing)
@@ -216,17 +240,23 @@ def _gradients(scores_NM, g_NK, v_MK, lse_N, mean_N):
 
 
 def _queries_kernel(*refs, may_see):
-    order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, g_ref, lse_ref, mean_ref, g_q_ref = refs
-    q_NK, query_N = q_ref[...], _positions(pl.program_id(0))
+    order_ref, count_ref, q_ref, k_ref, v_ref, text_ref, own_ref, *rest = refs
+    g_ref, lse_ref, mean_ref, g_q_ref = rest
+    q_NK, own_N, query_N = q_ref[...], _read(own_ref, ...), _positions(pl.program_id(0))
     g_NK, lse_N, mean_N = g_ref[...], lse_ref[...], mean_ref[...]
 
     def of_tile(n, g_q_NK):
         tile = order_ref[n]
         at = pl.ds(tile * TILE, TILE)
-        k_MK = k_ref[at, :]
-        scores_NM = _scores(q_NK, k_MK, live_ref[at], query_N, _positions(tile), may_see)
-        _, g_NM = _gradients(scores_NM, g_NK, v_ref[at, :], lse_N, mean_N)
-        return g_q_NK + _dot(g_NM.astype(k_MK.dtype), k_MK)
+        text_M, places = text_ref[at], (query_N, _positions(tile))
+
+        def add(g_q_NK):
+            k_MK = k_ref[at, :]
+            scores_NM = _scores(q_NK, k_MK, text_M, own_N, *places, may_see)
+            _, g_NM = _gradients(scores_NM, g_NK, v_ref[at, :], lse_N, mean_N)
+            return g_q_NK + _dot(g_NM.astype(k_MK.dtype), k_MK)
+
+        return _if_seen(text_M, own_N, add, g_q_NK)
 
     nothing = jnp.zeros(q_NK.shape, jnp.float32)
     g_q_NK = jax.lax.fori_loop(0, count_ref[0], of_tile, nothing)
@@ -234,20 +264,25 @@ def _queries_kernel(*refs, may_see):
 
 
 def _keys_kernel(*refs, may_see):
-    order_ref, count_ref, q_ref, k_ref, v_ref, live_ref, *rest = refs
+    order_ref, count_ref, q_ref, k_ref, v_ref, text_ref, own_ref, *rest = refs
     g_ref, lse_ref, mean_ref, g_k_ref, g_v_ref = rest
-    k_MK, v_MK, is_live_M = k_ref[...], v_ref[...], live_ref[...]
+    k_MK, v_MK, text_M = k_ref[...], v_ref[...], text_ref[...]
     key_M = _positions(pl.program_id(0))
 
     def of_tile(n, carry):
-        g_k_MK, g_v_MK = carry
         tile = order_ref[n]
         at = pl.ds(tile * TILE, TILE)
-        q_NK, g_NK = q_ref[at, :], g_ref[at, :]
-        scores_NM = _scores(q_NK, k_MK, is_live_M, _positions(tile), key_M, may_see)
-        weights_NM, g_NM = _gradients(scores_NM, g_NK, v_MK, lse_ref[at], mean_ref[at])
-        g_k_MK += _dot(g_NM.astype(q_NK.dtype).T, q_NK)
-        return g_k_MK, g_v_MK + _dot(weights_NM.astype(g_NK.dtype).T, g_NK)
+        own_N, places = _read(own_ref, at), (_positions(tile), key_M)
+
+        def add(carry):
+            g_k_MK, g_v_MK = carry
+            q_NK, g_NK = q_ref[at, :], g_ref[at, :]
+            scores_NM = _scores(q_NK, k_MK, text_M, own_N, *places, may_see)
+            weights_NM, g_NM = _gradients(scores_NM, g_NK, v_MK, lse_ref[at], mean_ref[at])
+            g_k_MK += _dot(g_NM.astype(q_NK.dtype).T, q_NK)
+            return g_k_MK, g_v_MK + _dot(weights_NM.astype(g_NK.dtype).T, g_NK)
+
+        return _if_seen(text_M, own_N, add, carry)
 
     nothing = jnp.zeros(k_MK.shape, jnp.float32)
     g_k_MK, g_v_MK = jax.lax.fori_loop(0, count_ref[0], of_tile, (nothing, nothing))

@@ -327,7 +327,7 @@ class FillOptions(TypedDict, total=False):
 def fill_canvas(
     rule: FillRule,
     params: Params,
-    hidden_BLD: jax.Array,
+    hidden_BLD: jax.Array | TrunkOutput,
     tokens_BL: jax.Array,
     key_B: jax.Array,
     *,
@@ -356,7 +356,7 @@ def fill_canvas(
     fill = FillInput(
         network=network,
         params=params,
-        output=TrunkOutput(hidden_BLD),
+        output=hidden_BLD if isinstance(hidden_BLD, TrunkOutput) else TrunkOutput(hidden_BLD),
         chunk=chunk or chunk_size(network.vocab_size),
         tokens_BL=tokens_BL,
         length_B=length_B,
@@ -375,7 +375,7 @@ def fill_canvas(
 
 def parallel_fill(
     params: Params,
-    hidden_BLD: jax.Array,
+    hidden_BLD: jax.Array | TrunkOutput,
     tokens_BL: jax.Array,
     key_B: jax.Array,
     **options: Unpack[FillOptions],

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import most, reaches
-from dlm_jax.sampling.positions import at_places, fold, put, wave_chunk
+from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put, wave_chunk
 from dlm_jax.sampling.propose.fill import (
     DrawLogits,
     FillInput,
@@ -143,7 +143,7 @@ class SamplerReadout:
 
 def wavefront_fill(
     params: Params,
-    hidden_BLD: jax.Array,
+    hidden_BLD: jax.Array | TrunkOutput,
     tokens_BL: jax.Array,
     key_B: jax.Array,
     *,
@@ -163,7 +163,7 @@ def wavefront_fill(
 
     Args:
       params: the network's parameters.
-      hidden_BLD: the output of ``network.trunk`` for `tokens_BL`.
+      hidden_BLD: the output of ``network.trunk`` for `tokens_BL`, or a `TrunkOutput`.
       tokens_BL: int32 canvas. Values at open positions are ignored.
       key_B: one typed key per row; the key of a position is ``fold_in(key, index)``.
       ratio: this and the following fields of `Wavefront` have one value, or ``[B]``.
