@@ -181,7 +181,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         ({"template": "A <hole:99999999999999>"}, "is a gap of 99999999999999"),
         ({"max_length": 10_000_000}, "max_length=10000000"),
         ({"top_p": 10**400}, "top_p=1000"),
-        ({"cache_margin": 1}, "use cache_refresh"),
+        ({"cache_margin": 1}, "is not a sampling setting"),
         ({"top_k": 5, "chain": ["temperature"]}, "top_k=5 requires 'top_k'"),
         ({"logit_bias": {"999": 1.0}, "chain": ["bias"]}, "logit_bias has id 999"),
         ({"logit_bias": {"1": 10**400}}, "logit_bias"),
