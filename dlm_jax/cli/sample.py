@@ -251,8 +251,7 @@ def _summary(result: dlm_jax.Texts, seconds: float) -> str:
     parts += [f"{count} {name}" for name, count in total.items() if count]
     line = f"{', '.join(parts)}, {tokens} tokens in {seconds:.2f} s"
     line += f" ({tokens / max(seconds, 1e-6):,.0f} tokens/s)"
-    compiled = f"; {len(result.programs)} compilation ({', '.join(result.programs)})"
-    return line + compiled * bool(result.programs)
+    return f"{line}; {', '.join(result.programs)}" if result.programs else line
 
 
 def _print_read_back(result: dlm_jax.Texts, tokenizer: Tokenizer, size: int) -> None:

@@ -42,8 +42,7 @@ class Report:
     """Totals over all calls of an engine, and its current load.
 
     The tokens are those of the ended rows, and steps and counters are summed over all rows.
-    `programs` and `compiled` name the slots and canvas length of each program that has run, and of
-    each that was compiled.
+    `programs` names the slots and canvas length of each program that has run.
     """
 
     rows: int = 0
@@ -54,7 +53,6 @@ class Report:
     running: int = 0
     slots: int = 0
     programs: tuple[str, ...] = ()
-    compiled: tuple[str, ...] = ()
 
 
 class Queue:
@@ -147,7 +145,6 @@ class Engine:
         self._max_waiting, self._max_candidates = max_waiting, max_candidates
         self._lock = threading.RLock()
         self._report, self.compiling = Report(), ""
-        self._compiled: list[str] = []
         self._programs: dict[str, None] = {}
         self._queues: list[Queue] = []  # the next to be served is the first
         self._entries: dict[int, Entry] = {}
@@ -267,7 +264,7 @@ class Engine:
         with loop.lock:
             if loop.steps.has_run:
                 return
-            known, example = len(loop.steps.compiled), queue.bucket.example
+            example = queue.bucket.example
             if example.host_sampler is not None:
                 example = dataclasses.replace(example, host_sampler=lambda seen: int(seen.ids[0]))
             running = {0: Entry(number=0, request=example, slot=0)}
@@ -278,7 +275,6 @@ class Engine:
             for other in queue.sizes:
                 if other != size:
                     slots.resized(compiled_loop(self.model, queue.bucket, other), other, [0])
-            self._compiled += loop.steps.compiled[known:]
 
     def is_compiled(self, request: Request) -> bool:
         """Returns whether a program in which the request can run has been compiled."""
@@ -417,12 +413,10 @@ class Engine:
                 self.compiling = label
                 with slots.loop.lock:  # `warm_up` may be compiling it
                     pass
-            known = len(steps.compiled)
             waits = queue.num_waiting > fills
             num_ends = max(1, slots.num_slots // _IDLE_SHARE) if waits else None
             ended, taken_B, counted = slots.advance(queue.running, num_steps, num_ends)
             taken, self.compiling = int(taken_B.sum()), ""
-            self._compiled += steps.compiled[known:]
             self._programs[label] = None
             watched = [e for e in queue.running.values() if e.is_watched and e not in ended]
         rows = slots.rows([*ended, *watched])
@@ -465,7 +459,6 @@ class Engine:
                 running=sum(len(queue.running) for queue in self._queues),
                 slots=sum(queue.slots.num_slots for queue in self._queues if queue.slots),
                 programs=tuple(self._programs),
-                compiled=tuple(self._compiled),
             )
 
     def close(self) -> None:

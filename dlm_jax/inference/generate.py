@@ -99,7 +99,7 @@ def generate(
             if on_steps is not None:
                 before, taken = taken, engine.report().steps
                 on_steps(taken - before)
-        programs = engine.report().compiled
+        programs = engine.report().programs
     if count > 1:
         rows = {place: row for some in gathered(rows) for place, row in some.items()}
     return texts_of(model, rows, programs)

@@ -168,12 +168,10 @@ class HostLoop:
     """Runs a program step by step, with host samplers and read-back for some rows.
 
     Samplers are arguments of `step` and can change between steps. Rows that the host does not read
-    take as long as in `Advance`. ``compiled`` lists the compiled shapes, and ``program`` is the
-    static part of all programs.
+    take as long as in `Advance`.
     """
 
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
-        self.compiled: list[str] = []
         self.has_run, self.program = False, program
         jit = functools.partial(jax.jit, compiler_options=dict(compiler_options or {}) or None)
         self._propose = jit(self._propose_once, static_argnames="split")
@@ -184,9 +182,6 @@ class HostLoop:
     def _propose_once(
         self, params: Params, state: State, split: NamedSharding | None
     ) -> tuple[State, StepProposal]:
-        # This code runs only while JAX traces a new program.
-        rows, positions = state.canvas.tokens_BL.shape
-        self.compiled.append(f"rows={rows} canvas={positions} host")
         if state.edits is not None:
             edits = state.edits._replace(origin_BL=all_places(state.edits.origin_BL))
             state = state._replace(edits=edits)

@@ -98,7 +98,7 @@ class Texts:
       read_back: read-back records of each row in commit order; empty if not requested.
       seconds: float64 ``[R]``, seconds that each row spent in a slot.
       trace: all draws of the rows with ``trace=True``; None otherwise.
-      programs: shapes of the compiled programs.
+      programs: slots and canvas length of each program that has run.
     """
 
     texts: tuple[str, ...]

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 
-import jax
 import pytest
 import saved_model
 
@@ -23,17 +22,10 @@ def _settings_stay(monkeypatch):
     monkeypatch.setattr(sample, "start_jax", lambda *args: None)
 
 
-@pytest.fixture
-def nothing_compiled():
-    """As in a process of its own: programs that earlier tests compiled are compiled again."""
-    jax.clear_caches()
-
-
 def _run(run_dir, *flags):
     return sample.main(["--checkpoint", str(run_dir), *flags])
 
 
-@pytest.mark.usefixtures("nothing_compiled")
 def test_standard_output_holds_the_texts_alone(run_dir, capsys):
     flags = ["--prompt", "The ", "--num-samples", "3", "--gen-length", "5", "--steps", "3"]
     assert _run(run_dir, *flags) == 0
@@ -41,7 +33,7 @@ def test_standard_output_holds_the_texts_alone(run_dir, capsys):
     texts = out.removesuffix("\n").split("\n---\n")
     assert len(texts) == 3
     assert all(text.startswith("The ") and len(text) <= 9 for text in texts)
-    for part in (r"\b9 steps\b", r"\b15 tokens\b", r"tokens/s", r"\d compilation", r"canvas=64"):
+    for part in (r"\b9 steps\b", r"\b15 tokens\b", r"tokens/s", r"canvas=64"):
         assert re.search(part, err), part
 
 
@@ -50,7 +42,6 @@ SHORT = ["--chain", "temperature", "--gen-length", "4", "--steps", "4", "--order
 SAMPLER = "from dlm_jax.inference.host import Candidates\nlikeliest = lambda c: c.ids[0]\n"
 
 
-@pytest.mark.usefixtures("nothing_compiled")
 def test_read_back_tells_of_each_token_on_standard_error(run_dir, capsys):
     flags = [*SHORT, "--prompt", "A ", "--num-samples", "2", "--ignore-eos"]
     assert _run(run_dir, *flags) == 0
