@@ -408,7 +408,9 @@ class Engine:
             if num_steps is None:
                 is_watched = any(entry.is_watched for entry in queue.running.values())
                 num_steps = 1 if is_watched else STEPS_PER_CALL
-            steps, label = slots.loop.steps, _label(slots.num_slots, queue.bucket)
+            steps, bucket = slots.loop.steps, queue.bucket
+            label = f"rows={slots.num_slots} canvas={bucket.canvas}"
+            label += " host" * bucket.static.needs_host
             if not steps.has_run:
                 self.compiling = label
                 with slots.loop.lock:  # `warm_up` may be compiling it
@@ -543,11 +545,6 @@ class Engine:
             error=error,
             waited=entry.waited,
         )
-
-
-def _label(num_slots: int, bucket: Bucket) -> str:
-    """The name of a program for messages."""
-    return f"rows={num_slots} canvas={bucket.canvas}{' host' * bucket.static.needs_host}"
 
 
 class AsyncEngine:
