@@ -4,8 +4,6 @@ import dataclasses
 import math
 import re
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import saved_model
@@ -13,13 +11,11 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.config import SamplingParams, resolve
-from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.generate import chain_report
-from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import make_requests, only_chains_in_use
 from dlm_jax.inference.slots import Slots
-from dlm_jax.types import Network, Status
+from dlm_jax.types import Status
 
 MODEL = dataclasses.replace(toy_model.MODEL, sample=SamplingParams(steps=6, temperature=0.8))
 PROMPT = "The "
@@ -104,28 +100,6 @@ def test_a_given_temperature_holds_at_all_steps_unless_its_end_is_given():
     call = {"temperature": 0.5, "temperature_end": 2.0}
     (made,) = make_requests(MODEL, {"prompt": PROMPT, "temperature": 0.0}, call)
     assert (made.sample.temperature, made.sample.temperature_end) == (0.0, -1.0)
-
-
-def test_users_own_network_functions_write_what_they_must():
-    """A language in which every character is followed by the next one of the alphabet."""
-    tokenizer = CharacterTokenizer.of("abcdef")
-
-    def trunk(params, tokens_BL, length_B, cache):
-        return jax.nn.one_hot(jnp.roll(tokens_BL, 1, axis=1), tokenizer.vocab_size), cache
-
-    def readout(params, hidden_ND):
-        return params["sureness"] * hidden_ND @ jnp.eye(tokenizer.vocab_size, k=1)
-
-    network = Network(
-        init=lambda key: {"sureness": jnp.float32(0)},
-        trunk=trunk,
-        embed=lambda params, ids: jax.nn.one_hot(ids, tokenizer.vocab_size),
-        readout=readout,
-        vocab_size=tokenizer.vocab_size,
-    )
-    model = Model(network, {"sureness": jnp.float32(50)}, tokenizer, max_length=6)
-    settings = {"steps": 5, "order": "low_confidence", "num_samples": 3}
-    assert dlm_jax.generate(model, ["a"], **settings).texts == ("abcdef",) * 3
 
 
 # Canvases while they are denoised

@@ -74,13 +74,6 @@ def _alone():
     return make_advance(PROGRAM)(toy.params(), _state(), 100)
 
 
-def test_a_host_sampler_changes_its_own_row_alone():
-    state, _ = _run({1: lambda candidates: candidates.ids[-1]})
-    tokens, alone = np.asarray(state.canvas.tokens_BL), np.asarray(_alone().canvas.tokens_BL)
-    np.testing.assert_array_equal(tokens[[0, 2]], alone[[0, 2]])
-    assert (tokens[1] != alone[1]).any()
-
-
 def test_a_host_sampler_sees_only_survivors_of_the_device_chain_most_likely_first():
     seen = []
 
