@@ -103,23 +103,6 @@ class Written(NamedTuple):
     probability: float
     place: int
 
-    def to_json(self, size: int) -> dict[str, Any]:
-        """Returns a JSON object with the `size` most likely candidates. The keys are step, index,
-        place, token, probability, num_survivors, ids and logits, as in this class and `Candidates`.
-        """
-        seen = self.candidates
-        return {
-            "step": seen.step,
-            "index": seen.index,
-            "place": self.place,
-            "token": self.token,
-            # The shortest decimal numbers with the same float32 values.
-            "probability": float(str(np.float32(self.probability))),
-            "num_survivors": seen.num_survivors,
-            "ids": seen.ids[:size].tolist(),
-            "logits": [float(str(logit)) for logit in seen.logits[:size].astype(np.float32)],
-        }
-
 
 def moved(records: Iterable[Written], origin: np.ndarray) -> list[Written]:
     """Updates the positions of the records after edits. `origin` contains the previous index of
