@@ -17,6 +17,8 @@ PAGE = (Path(__file__).parent.parent / "docs" / "reference.md").read_text(encodi
 ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| ")][2:]
 HERE = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[-1])})
 
+_HOST = ("host_sampler", "read_back")  # of requests in Python
+
 
 def _check(name: str) -> None:
     """Raises if nothing has this name."""
@@ -29,7 +31,7 @@ def _check(name: str) -> None:
         pkgutil.resolve_name(name)
     else:
         fields = {*protocol.Chat.model_fields, *protocol.Completion.model_fields}
-        assert name in {*BUILT_IN.settings, *fields, *dir(dlm_jax), "draft", "host_sampler"}
+        assert name in {*BUILT_IN.settings, *fields, *dir(dlm_jax), "draft", *_HOST}
 
 
 @pytest.mark.parametrize("name", HERE)
