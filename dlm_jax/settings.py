@@ -234,9 +234,10 @@ class Rule:
         """bool ``[B]``, True for rows that use the rule, that is, have a non-neutral setting."""
         is_set = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            setting = field.metadata.get("setting")
-            if "column" in field.metadata and setting.activates and not setting.is_list:
-                is_set.append(getattr(self, field.name) != setting.code(setting.default))
+            if "column" in field.metadata:
+                setting: Setting = field.metadata["setting"]
+                if setting.activates and not setting.is_list:
+                    is_set.append(getattr(self, field.name) != setting.code(setting.default))
         return functools.reduce(jnp.logical_or, is_set)
 
     def as_settings(self) -> dict[str, Any]:

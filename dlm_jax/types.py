@@ -274,12 +274,13 @@ def returned(
     Raises:
       ValueError: the shape or dtype differs. The message names the rule, the method and the axes.
     """
-    sizes, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    fits = sizes is not None and len(sizes) == len(shape)
-    fits = fits and all(size in (None, n) for size, n in zip(shape, sizes, strict=True))
-    if not fits or not jnp.issubdtype(dtype, jnp.floating if of is float else of):
+    array: Any = value
+    is_array = hasattr(array, "dtype")
+    fits = is_array and len(array.shape) == len(shape)
+    fits = fits and all(size in (None, n) for size, n in zip(shape, array.shape, strict=True))
+    if not fits or not jnp.issubdtype(array.dtype, jnp.floating if of is float else of):
         name = by if isinstance(by, str) else type(by).__name__
-        found = f"a {type(value).__name__}" if sizes is None else f"{dtype} {list(sizes)}"
+        found = f"{array.dtype} {list(array.shape)}" if is_array else f"a {type(value).__name__}"
         kind = "floats" if of is float else jnp.dtype(of).name
         here = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name}.{method} returned {found}; return {kind} [{axes}], here [{here}]")

@@ -198,6 +198,7 @@ def _cached_forward(program: Program, params: Params, state: State, is_open_BL: 
             if hidden_BWD is None:
                 return kv_cache, window_BWD
         else:
+            assert hidden_BWD is not None
             window_BWD = jax.lax.cond(
                 jnp.any(runs_B & ~is_due_B), lambda: window_of_all()[0], lambda: hidden_BWD
             )
