@@ -241,8 +241,7 @@ def read_tokenizer(
     """
     generation = _optional(directory / GENERATION)
     names = _optional(directory / "tokenizer_config.json")
-    content = _content(directory, names)
-    plain = HubTokenizer(content, 0, 0, 0)
+    plain = _plain_tokenizer(directory, names)
 
     def ids(role: str) -> tuple[int, ...]:
         for source in (generation, config):
@@ -275,13 +274,14 @@ def read_tokenizer(
     if not eos:
         raise ValueError(f"{_config_of(directory)} has no field 'eos_token_id'; add it")
     if not roles["mask"] and adds_mask:
-        data, flags = json.loads(content), ("single_word", "lstrip", "rstrip", "normalized")
+        data, flags = json.loads(plain.content), ("single_word", "lstrip", "rstrip", "normalized")
         token = {"id": vocab_size, "content": _ADDED_MASK} | dict.fromkeys(flags, False)
         data["added_tokens"] = [*(data.get("added_tokens") or ()), token | {"special": True}]
-        content, roles["mask"] = json.dumps(data, ensure_ascii=False), (vocab_size,)
+        plain = HubTokenizer(json.dumps(data, ensure_ascii=False), 0, 0, 0)
+        roles["mask"] = (vocab_size,)
         vocab_size += 1
     mask, pad, bos = roles["mask"] or (NO_MASK,), roles["pad"] or eos, roles["bos"] or (None,)
-    tokenizer = HubTokenizer(content, mask[0], pad[0], eos[0], bos[0])
+    tokenizer = HubTokenizer(plain.content, mask[0], pad[0], eos[0], bos[0])
     try:
         check_fits(tokenizer, vocab_size)
     except ValueError as error:
@@ -311,8 +311,10 @@ def _tokenizer_of(directory: Path) -> Path:
     return directory if is_gguf(directory) else directory / "tokenizer.json"
 
 
-def _content(directory: Path, names: Mapping[str, Any]) -> str:
-    """The text of tokenizer.json, made from vocab.json and merges.txt if there is no such file."""
+def _plain_tokenizer(directory: Path, names: Mapping[str, Any]) -> HubTokenizer:
+    """The tokenizer of a directory before its special tokens are known. It is made from vocab.json
+    and merges.txt if there is no tokenizer.json.
+    """
     file = _tokenizer_of(directory)
     try:
         if is_gguf(directory):
@@ -327,7 +329,7 @@ def _content(directory: Path, names: Mapping[str, Any]) -> str:
                 for id_, token in names.get("added_tokens_decoder", {}).items()
             ]
             content = qwen_json(read_json(directory / "vocab.json"), merges, added)
-        return HubTokenizer(content, 0, 0, 0).content
+        return HubTokenizer(content, 0, 0, 0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file} cannot be used ({reason}); download it again") from None
