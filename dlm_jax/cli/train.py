@@ -3,7 +3,7 @@
 Every field of the config is a flag (``--train.steps 100``). The files of a run are in
 ``train.out_dir``: checkpoints, the best model, ``config.toml`` and ``metrics.jsonl``. The same
 command resumes the run, and so does ``--resume runs/quickstart``. Samples are printed to standard
-output, and all other output to standard error.
+output, and all other output to standard error. ``--plot RUN`` draws ``loss.png`` at any time.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dlm_jax.distributed.processes import run_together
 from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model, untrained_heads
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
+from dlm_jax.training.metrics import METRICS, PICTURE, plot_losses, read_records
 from dlm_jax.training.plan import dry_run, lines
 from dlm_jax.training.resume import config_of_run
 from dlm_jax.training.train_step import TrainState
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--print-config", action="store_true", help="print the config as TOML and exit")
     add("--profile", metavar="FIRST:LAST", help="write a profile of these steps, such as 10:13")
     add("--version", action="version", version=f"dlm_jax {__version__}")
+    plot_help = f"draw {PICTURE} of the run in this directory, which may still train, and exit"
+    add("--plot", metavar="RUN", help=plot_help)
     dry_help = (
         "compile the training step and print its mesh, memory and FLOPs; nothing is run or written"
     )
@@ -65,6 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     with refusals():
+        if args.plot is not None:
+            out_dir = Path(args.plot)
+            if not (records := read_records(out_dir / METRICS)):
+                raise ValueError(f"--plot {out_dir} has no {METRICS}; pass the directory of a run")
+            plot_losses(records, out_dir / PICTURE)
+            say(f"wrote {out_dir / PICTURE}")
+            return End.DONE
         config = _config(args, overrides)
         if args.print_config or args.dry_run:
             if args.print_config:

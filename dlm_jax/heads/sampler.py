@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.config import Config, ModelConfig
+from dlm_jax.config import Config, HeadsConfig, ModelConfig
 from dlm_jax.heads.head import Head
 from dlm_jax.objectives.losses import Loss, at_positions, nll, read_logits
 from dlm_jax.objectives.objective import Drawn
@@ -87,10 +88,16 @@ def function(
 def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> Head:
     """The training of the sampler head, by the mean cross-entropy over supervised positions.
 
-    Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees, and
-    fills no better than the LM head (benchmarks/results/sampler_head.md, "as described").
+    Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees
+    (benchmarks/results/sampler_head.md, "as described"), and making it warns.
     """
     settings, process = config.heads, noise_process(config.objective)
+    if settings.sampler_reveal == 0:
+        warnings.warn(
+            "heads.sampler_reveal=0 trains a sampler head that fills no better than the LM "
+            f"head; use {HeadsConfig.sampler_reveal}",
+            stacklevel=3,
+        )
 
     def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The revealed positions, and the number of supervised positions."""

@@ -1,4 +1,4 @@
-"""Metrics of a run: a JSON lines file, and trackers."""
+"""Metrics of a run: a JSON lines file, trackers, and a plot of the losses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dlm_jax.distributed.mesh import CHIPS
-from dlm_jax.store.files import said, write_whole
+from dlm_jax.store.files import replacing, said, write_whole
 
 METRICS = "metrics.jsonl"
+PICTURE = "loss.png"
 
 CLOCK = frozenset(
     ("time", "run", "tokens_per_second", "step_seconds", "input_seconds")
@@ -121,6 +122,33 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise ValueError(f"{path} line {number} is not a record of metrics; move the file away")
         records.append(record)
     return records
+
+
+def plot_losses(records: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
+    """Plots the training loss and the held-out bound over the steps as a PNG.
+
+    Raises:
+      ValueError: matplotlib (extra ``plots``) is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("matplotlib is not installed; pip install 'dlm_jax[plots]'") from None
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for kind, name, label, style in (
+        ("train", "loss", "training loss", "-"),
+        ("evaluation", "bound", "held-out bound", "o-"),
+    ):
+        points = [(record["step"], record[name]) for record in records if record["kind"] == kind]
+        if points:
+            label = f"{label} (last {points[-1][1]:.3f})"
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="step", ylabel="nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 class _TensorBoard:

@@ -202,6 +202,12 @@ def test_seven_of_ten_holes_are_revealed_to_the_sampler_head_by_default():
     assert num_supervised == 64 * 256
 
 
+def test_a_sampler_head_without_revealed_neighbours_warns_in_one_line():
+    with pytest.warns(UserWarning, match=r"^heads.sampler_reveal=0 .*; use 0.7$") as warned:
+        (head,) = stage_cases.records(HeadsConfig(sampler_reveal=0.0), add_sampler_head=True)
+    assert len(warned) == 1 and head.name == SAMPLER
+
+
 def _by_path(tree) -> dict[str, np.ndarray]:
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {path_name(path): np.asarray(leaf) for path, leaf in flat}

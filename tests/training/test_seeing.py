@@ -182,3 +182,13 @@ def test_a_tracker_that_ctrl_c_interrupts_is_closed(tmp_path):
     with pytest.raises(KeyboardInterrupt), contextlib.closing(log):
         log.write(kind="train", step=7)
     assert len(closed) == 1
+
+
+def test_the_plot_of_a_run_is_drawn_on_demand(tmp_path, capsys):
+    tiny_run.run(tmp_path, **SHORT)
+    assert train.main(["--plot", str(tmp_path)]) == 0
+    assert f"wrote {tmp_path / 'loss.png'}" in capsys.readouterr().err
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        train.main(["--plot", str(tmp_path / "nowhere")])
+    assert "has no metrics.jsonl; pass the directory of a run" in capsys.readouterr().err
