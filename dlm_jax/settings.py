@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.moved import moved
+
 T = TypeVar("T", bound=type)
 INT_LIMIT = 2**31 - 1
 FINITE = 3.0e38
@@ -127,7 +129,8 @@ class Setting:
                 return value
             if callable(value) and all(map(callable, self.choices.values())):
                 return self.named(value)
-            advice = f"did you mean {closest(str(value)[:60], self.choices)!r}?"
+            advice = moved(f"{self.name.rpartition('.')[2]}={value}")
+            advice = advice or f"did you mean {closest(str(value)[:60], self.choices)!r}?"
             why = f"is not one of {', '.join(self.choices)}"
             raise SettingError(self.name, value, why, self.remedy or advice)
         low, high, why = self.low, self.high, ""
@@ -377,10 +380,12 @@ def closest(name: str, known: Any) -> str:
 
 
 def renamed(name: str, settings: Mapping[str, Setting]) -> str:
-    """Advice for an alias or a preset's name of the `settings`, which may be written as a flag or a
-    dotted key; otherwise empty.
+    """Advice for a name that left the core (`moved`), or an alias or a preset's name of the
+    `settings`, which may be written as a flag or a dotted key; otherwise empty.
     """
     name = re.split(r"\.|--", name)[-1].replace("-", "_")
+    if advice := moved(name):
+        return advice
     for setting in settings.values():
         if name == setting.name and setting.is_preset:
             return "a preset sets it: --preset, or a keyword in Python, or [sample] of a config"

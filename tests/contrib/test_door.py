@@ -8,6 +8,7 @@ import pytest
 import toy_model
 
 import dlm_jax
+from dlm_jax import moved
 from dlm_jax.cli import sample
 from dlm_jax.contrib import decoders, edits
 from dlm_jax.sampling.rules import BUILT_IN, SLOTS, with_rules
@@ -24,6 +25,24 @@ def _names(home):
         new = set(getattr(table, slot)) - set(getattr(BUILT_IN, slot))
         names |= {f"{selector}={name}" for name in new}
     return names
+
+
+def test_each_name_of_a_module_is_known_to_the_errors():
+    homes = ("decoders", "edits", "remdm", "speculative", "constrained_waves")
+    assert {name: home for home in homes for name in _names(home)} == moved._HOMES
+
+
+def test_a_name_that_is_not_loaded_says_what_to_load(capsys, monkeypatch):
+    said = "dlm_jax.contrib.decoders: pass --rules dlm_jax.contrib.decoders, or in Python rules="
+    for settings in ({"order": "klass"}, {"klass_steps": 2}, {"remask": "wino"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(settings))}=.*{said}"):
+            dlm_jax.generate(toy_model.MODEL, ["A "], **settings)
+    monkeypatch.setattr(sample, "start_jax", lambda *args: None)
+    for flags in (["--order", "klass"], ["--klass-steps", "2"]):
+        with pytest.raises(SystemExit, match="2"):
+            sample.main(["--prompt", "A", *flags])
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and said.removesuffix(", or in Python rules=") in err
 
 
 def test_a_module_of_rules_an_object_and_a_list_are_the_same():

@@ -1,0 +1,60 @@
+"""Settings that left the core, for the error messages about them."""
+
+from __future__ import annotations
+
+_CONTRIB = {
+    "decoders": """
+        order=credit credit_weight credit_decay credit_power
+        order=dawn induced_threshold apart_threshold dependence sink
+        order=dilated dilated_base
+        order=frechet frechet_margin
+        order=hierarchical hierarchy_floor
+        order=klass klass_divergence klass_steps
+        order=local_leap leap_threshold leap_radius
+        order=position_aware position_decay information_limit common_ids
+        order=prophet prophet_gap
+        order=slow_fast slow_threshold slow_steps slow_spread
+        remask=wino verify_threshold
+    """,
+    "remdm": """
+        order=ancestral_remdm remask=remdm_cap remask=remdm_conf remask=remdm_rescale remask_eta
+    """,
+    "edits": "edit_scoring=lead",
+    "speculative": "fill=speculative",
+    "constrained_waves": "fill=constrained_waves",
+}
+"""Names by module of `dlm_jax.contrib`."""
+_HOMES = {name: home for home, names in _CONTRIB.items() for name in names.split()}
+_ADVICE = {
+    "policy optimisation is in dlm_jax.contrib.rl (docs/reinforcement.md)": "reward rl",
+    "it is a setting of python -m dlm_jax.contrib.distillation": """
+        certainty_draws certainty_share certainty_steps certainty_temperature certainty_weight
+        sdtt_share sdtt_steps sdtt_teacher_steps teacher
+    """,
+    "pass **model.presets[NAME] in Python, or --preset NAME": "preset",
+    "it was removed; use cache_refresh": "cache_margin",
+    "it was removed; ban the ids with logit_bias": "confidence_without",
+    "it was removed; use more steps": "corrector_share corrector_steps",
+    "it was removed; whole texts are compared": "edit_hidden",
+    "it was removed; use edit_gain": "edit_replace_gain edit_token_gain",
+    "it was removed with the sequence scorer; every model is a language model": "mode",
+    "it was removed; use a larger block_length": "open_blocks open_share",
+    "it was removed; use sampler_min_neighbors_ratio": "sampler_ratio_by_density",
+    "it is named sample.sampler_min_neighbors_ratio here": "sampler_min_neighbors_ratio",
+    "it was removed; use a loop of the shell": "sweep",
+    "it was removed; python -m benchmarks.generation measures steps": "time_steps",
+}
+"""Other names, by what became of them."""
+_OTHERS = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
+
+
+def moved(name: str) -> str:
+    """Advice for a setting, flag or ``setting=value`` that left the core; empty for others."""
+    name = name.lstrip("-").replace("-", "_")
+    if name in _OTHERS:
+        return _OTHERS[name]
+    home = _HOMES.get(name)
+    if home is None:
+        return ""
+    module = f"dlm_jax.contrib.{home}"
+    return f"it is in {module}: pass --rules {module}, or in Python rules={module}"
