@@ -126,7 +126,7 @@ def _refused(model=MODEL, prompt="The ", **settings):
         ({"max_new_tokens": 9}, "requires edit=True and a length_target_mode; otherwise, use"),
         ({"schedule": "linear"}, "resample does not support a quota of order='random'; use"),
         ({"resample": False}, "edit inserts spaces that no rule rewrites; use edit_token='mask'"),
-        ({"resample": False}, "--preset variable_length, in Python Model.preset("),
+        ({"resample": False}, "--preset variable_length (Model.preset in Python)"),
         ({"resample": False, "edit_token": "mask", "renoise_end": 0.1}, "use renoise='mask'"),
         ({"draft": "cat", "edit": False, "resample": False}, "draft requires remasking"),
         ({"draft": "cat", "insert_ratio_start": 0.0, "delete_ratio_start": 0.0,
