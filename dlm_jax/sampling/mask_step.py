@@ -84,7 +84,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
     rule_key_B = step_keys(state)[1]
 
     # Mask: the holes of the block, and the open positions, which receive a candidate. At the last
-    # step of a block, these include all holes.
+    # step of a block, these include every MASK.
     is_token_BL = token_positions(state, mask_id=program.mask_id)
     is_free_BL = state.is_free_BL & state.is_stepping_B[:, None]
     is_last_BL = block.is_last_step_B[:, None]
@@ -159,7 +159,7 @@ def commit_step(
     proposal, is_finite_B = filled.proposal, filled.is_finite_B
     tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
     shape, is_mask_BL = tokens_BL.shape, tokens_BL == program.mask_id
-    step_B, steps_B, is_last_B = state.step_B, state.is_stepping_B, state.block.is_last_step_B
+    step_B, is_stepping_B, is_last_B = state.step_B, state.is_stepping_B, state.block.is_last_step_B
 
     # Commit. The last step of a block fills every hole.
     before = filled.rule_state
@@ -179,7 +179,7 @@ def commit_step(
         chain_state=rules.chain.update(state.chain_state, is_committed_BL, proposal),
         cache=proposed.cache,
         counters=state.counters.plus(proposed.counters),
-        rule_state=choose(steps_B, after, before),
+        rule_state=choose(is_stepping_B, after, before),
         signal_BLD=filled.signal_BLD,
     )
     choice_B = None
@@ -200,7 +200,7 @@ def commit_step(
     if rules.remask is not None:
         remask_rule, tokens_BL, wrong_BL = rules.remask, state.canvas.tokens_BL, None
         is_mask_BL = tokens_BL == program.mask_id
-        goes_on_B = steps_B & is_finite_B & ~is_last_B
+        goes_on_B = is_stepping_B & is_finite_B & ~is_last_B
         if head := head_of(remask_rule.needs):
             full_BL = jnp.where((candidate_BL >= 0) & is_mask_BL, candidate_BL, tokens_BL)
             full = full_BL, state.canvas.length_B
@@ -229,7 +229,7 @@ def commit_step(
         if choice_B is not None:
             choice_B += remask_rule.log_prob(before, remask, chosen_BL)
         state = overwrite(state, chosen_BL, program.mask_id, mask_id=program.mask_id)
-        after = choose(steps_B, after, before)
+        after = choose(is_stepping_B, after, before)
         state = state._replace(
             rule_state=reset_state(rule, state.rule_state, chosen_BL),
             remask_state=reset_state(remask_rule, after, chosen_BL),
@@ -250,7 +250,7 @@ def commit_step(
             "choice_logprobs": choice_B,
         }
         row_B, num_steps = jnp.arange(shape[0]), state.records["tokens"].shape[1]
-        at = row_B, jnp.where(steps_B, step_B, num_steps)
+        at = row_B, jnp.where(is_stepping_B, step_B, num_steps)
         records = {name: x.at[at].set(new[name], mode="drop") for name, x in state.records.items()}
         state = state._replace(records=records)
 
@@ -264,12 +264,12 @@ def commit_step(
         assert context.written_BL is not None, "the rule rewrites"
         had_holes_B = jnp.any(context.is_hole_BL, axis=1)
         changed_B = jnp.any(is_fresh_BL & (context.written_BL >= 0), axis=1)
-        settled_B = jnp.where(had_holes_B, 0, state.block.settled_B + steps_B)
+        settled_B = jnp.where(had_holes_B, 0, state.block.settled_B + is_stepping_B)
         state = state._replace(block=state.block._replace(settled_B=settled_B))
         stays_B |= (had_holes_B | changed_B) & (settled_B < rule.rewrites)
-        changes_B = jnp.ones_like(steps_B)
+        changes_B = jnp.ones_like(is_stepping_B)
     state = end_step(
-        program, state, steps_B, is_finite_B=is_finite_B, stays_B=stays_B, changes_B=changes_B
+        program, state, is_stepping_B, is_finite_B=is_finite_B, stays_B=stays_B, changes_B=changes_B
     )
     return state, is_committed_BL
 

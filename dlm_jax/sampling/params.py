@@ -211,6 +211,8 @@ def _rule_objects(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:
         if rules[:1] == [...]:
             rules = rules[1:]
         for rule in rules:
+            if rule is ...:
+                raise ValueError("transforms has ... behind a rule; put it first, as in [..., f]")
             if is_chain and callable(rule) and not isinstance(rule, Rule | type):
                 rule = function_transform(rule)
             if not isinstance(rule, base):
