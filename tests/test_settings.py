@@ -184,6 +184,10 @@ def test_a_rule_of_the_wrong_kind_is_refused():
         "commit is the class Leftmost, which is not a CommitRule or NoiseRule object",
         commit=Leftmost,
     )
+    _refused(
+        "transforms has ... behind a rule; put it first, as in [..., f]",
+        transforms=[Temperature(0.5), ...],
+    )
     _refused("transforms is a Temperature; pass a list, such as [..., f]",
              transforms=Temperature(0.5))  # fmt: skip
     _refused(

@@ -206,7 +206,7 @@ def axes_of(network: Network, params: Params | None = None) -> Params:
     if jax.tree.structure(declared) != jax.tree.structure(like):
         paths, declares = ({path for path, _ in named_leaves(tree)} for tree in (like, declared))
         raise ValueError(
-            f"{min(paths ^ declares)} has no Axes (from Network.axes or Head.axes), or is no "
+            f"{min(paths ^ declares)} has no Axes (from Network.axes), or is no "
             "parameter; return the Axes of each parameter, or omit a top-level name"
         )
     for (path, axes), leaf in zip(named_leaves(declared), jax.tree.leaves(like), strict=True):
@@ -238,7 +238,11 @@ def undeclared(network: Network, params: Params, num_devices: int) -> str:
         return ""
     axes = dict(named_leaves(axes_of(network, params)))
     matrices = ", ".join(path for path, _ in leaves if axes[path].is_matrix) or "none"
-    whole = f"; all are whole on each of {num_devices} devices" if num_devices > 1 else ""
+    whole = (
+        f"; parameters without axes are whole on each of {num_devices} devices"
+        if num_devices > 1
+        else ""
+    )
     return f"without Network.axes, matrices by rank: {matrices}{whole}"
 
 

@@ -133,7 +133,9 @@ def test_an_undeclared_matrix_is_replicated_and_named():
     assert sharding.is_fully_replicated
     line = undeclared(network, params, mesh.size)
     name = "blocks/adapter/lora"
-    assert line.endswith(f"matrices by rank: {name}; all are whole on each of 8 devices")
+    assert line.endswith(
+        f"matrices by rank: {name}; parameters without axes are whole on each of 8 devices"
+    )
 
 
 def test_a_network_of_ones_own_declares_how_its_parameters_and_their_moments_are_split():

@@ -196,7 +196,7 @@ def test_over_devices_a_network_without_sharding_rules_trains_as_on_one(tmp_path
             alone = outcome.params
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), outcome.params, alone)
     alone, both = [line for line in said if line.startswith("without Network.axes, matrices by ")]
-    assert both == f"{alone}; all are whole on each of 2 devices"
+    assert both == f"{alone}; parameters without axes are whole on each of 2 devices"
 
 
 @pytest.mark.parametrize(
