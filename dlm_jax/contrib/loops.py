@@ -116,7 +116,8 @@ def _check_same(out_dir: Path, config: Any, settings: Any) -> None:
     config has settings that the loops do not read.
     """
     for key, value in dlm_jax.config.flat(dlm_jax.config.differing(config)).items():
-        is_read = key not in ("optim.ema_decay", "train.accumulate") and key[:5] != "mesh."
+        unread = ("data.pack", "optim.ema_decay", "train.accumulate")
+        is_read = key not in unread and key[:5] != "mesh."
         require(is_read, key, value, "is not supported by this loop", "leave it out")
     here = dlm_jax.config.to_dict(config) | {"loop": dataclasses.asdict(settings)}
     here = json.loads(json.dumps(here))

@@ -108,6 +108,11 @@ def test_what_does_not_go_together_is_refused_at_the_door(folder, tmp_path, caps
         (key,) = (name.replace("__", ".") for name in change)
         with pytest.raises(ValueError, match=f"^{key}=.* is not supported by this loop"):
             _distil(folder, "unread", **change)
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text(tiny_run.TEXT)
+    packed = {"data__source": tmp_path / "*.txt", "data__layout": "documents", "data__tail": "pad"}
+    with pytest.raises(ValueError, match=r"^data.pack=2 is not supported by this loop"):
+        _distil(folder, "unread", data__pack=2, **packed)
     assert main(["--teacher", "nowhere.safetensors", "data.source=nothing"]) == 2
     assert "nothing does not exist" in capsys.readouterr().err
     assert main(["data.source"]) == 2
