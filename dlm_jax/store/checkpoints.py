@@ -104,6 +104,12 @@ class Checkpoints:
         """Steps of the complete checkpoints, in ascending order, without a save in progress."""
         return complete_steps(self.directory)
 
+    def listed(self) -> list[int]:
+        """As `steps`, with checkpoints on a disk that are not complete: these are damaged, but in a
+        bucket unfinished.
+        """
+        return self.steps() if is_remote(self.directory) else _listed_steps(self.directory)
+
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
         """Starts to save a checkpoint and returns True, or returns False if a complete checkpoint
         of ``step`` exists.
@@ -228,8 +234,7 @@ class Checkpoints:
         Raises `ValueError` if there is no checkpoint, or if the checkpoints are of several runs.
         """
         root, runs, manifests = self.directory, {}, []
-        # A checkpoint that is not complete is unfinished in a bucket, but damaged on a disk.
-        for number in reversed(self.steps() if is_remote(root) else _listed_steps(root)):
+        for number in reversed(self.listed()):
             manifest: Any = self._damaged.get(number)
             try:
                 manifest = manifest or read_manifest(step_path(root, number))

@@ -66,7 +66,7 @@ def load_data(config: Config, *, report: Report) -> tuple[Config, Corpus]:
         chat = read_chat(Path(source), tokenizer)
     elif tokenizer == INIT:
         with Checkpoints(checkpoints_of(config), keep=1) as saved:
-            is_resumed = on_first_process(saved.steps)
+            is_resumed = on_first_process(saved.listed)
             meta = saved.read_meta(report=lambda line: None) if is_resumed else {}
         meta = meta or load_meta(path_of_model(source), report=report)
         tokenizer = from_json(meta["tokenizer"])

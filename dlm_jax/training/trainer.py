@@ -306,7 +306,7 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
         best_checkpoints = Checkpoints(located(train.checkpoint_dir or out_dir) / FOLDER, keep=1)
         checkpoints.when_closed.callback(best_checkpoints.close, together=False)
         places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
-        is_new = not on_first_process(lambda: lock_existing(lock, places) or checkpoints.steps())
+        is_new = not on_first_process(lambda: lock_existing(lock, places) or checkpoints.listed())
 
         # 4. The state: fresh, with the parameters of train.init_from, or from a checkpoint.
         init_key, noise_key = jax.random.split(key_of(train.seed))

@@ -101,6 +101,15 @@ def test_a_damaged_newest_checkpoint_costs_only_the_steps_since_the_one_before(t
     _assert_same_run(out_dir, outcome, whole)
 
 
+def test_a_run_with_only_damaged_checkpoints_does_not_start_again_and_delete_them(tmp_path):
+    kept = tmp_path / "run" / "checkpoints" / "step_00000008" / "state" / "arrays"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    with pytest.raises(ValueError, match=r"no usable checkpoint in .*; restart in another"):
+        tiny_run.run(tmp_path / "run")
+    assert kept.exists()
+
+
 def test_a_resumed_run_reads_its_arrays_once(tmp_path, whole, monkeypatch):
     out_dir = _copy_until(20, whole, tmp_path / "run")
     reads: list[str] = []
