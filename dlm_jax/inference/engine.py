@@ -377,7 +377,9 @@ class Engine:
         (row,) = entry.queue.slots.rows([entry])
         del entry.queue.running[entry.slot]
         entry.queue.evicted.add(entry.slot)
-        return dataclasses.replace(row, status=Status.CANCELLED)
+        # The loop has not run since the canvas was shown.
+        origin = None if row.origin is None else np.arange(row.tokens.size, dtype=np.int32)
+        return dataclasses.replace(row, status=Status.CANCELLED, origin=origin)
 
     def _agree(self) -> None:
         """Counts the requests of each queue in all processes, and releases slots without rows."""

@@ -11,8 +11,9 @@ from edited_rows import MODEL, PROMPTS, TOKENIZER
 import dlm_jax
 from dlm_jax.config import SamplingParams
 from dlm_jax.data import CharacterTokenizer
+from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import settings_of_call
+from dlm_jax.inference.request import make_requests, settings_of_call
 from dlm_jax.types import Network, Status
 
 
@@ -111,6 +112,16 @@ def test_origins_lead_back_to_the_first_canvas_however_seldom_a_row_is_shown(eve
         assert [places[place] for place in given] == np.flatnonzero(rows[0].is_frozen).tolist()
         for place in given:
             assert last.tokens[place] == rows[0].tokens[places[place]]
+
+
+def test_origins_of_a_cancelled_row_count_from_the_canvas_shown_last():
+    (request,) = make_requests(MODEL, PROMPTS[0], {})
+    with Engine(MODEL, sizes=(1,)) as engine:
+        number = engine.submit(request, is_watched=True)
+        shown = [row for _ in range(3) for row in engine.step(1)]
+        engine.cancel(number)
+        (last,) = engine.step(1)
+    assert last.status is Status.CANCELLED and _traced([*shown, last]) == _traced(shown)
 
 
 def _refused(model=MODEL, prompt="The ", **settings):
