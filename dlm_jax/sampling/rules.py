@@ -313,6 +313,14 @@ class RuleTable:
         return tuple(names)
 
 
+_NOT_SETTINGS = """
+    batch_size checkpoint commit defaults draft edits every help host_sampler id infill inserts
+    is_greedy is_noise max_candidates max_length model num_processes num_samples on_steps output
+    process_id prompt prompts read_back refines remasks renoises report_chain rules seed table
+    template tokens trace transforms version watch
+"""
+"""Names that requests, `SamplingParams` or ``sample.py`` already use."""
+
 BUILT_IN = RuleTable(
     TRANSFORMS,
     {**COMMIT_RULES, **NOISE_RULES},
@@ -337,6 +345,12 @@ def _extended(classes: tuple[type[Rule], ...]) -> RuleTable:
                 f"rule {cls.__name__} has the name {cls.name!r}, which is already taken"
             )
         table = replace(table, **{slot: {**known, cls.name: cls}})
+    # Every boolean setting also has a negated flag.
+    opposites = {f"no_{name}" for name, s in table.settings.items() if s.kind is bool}
+    aliases = {alias for s in BUILT_IN.settings.values() for alias in s.aliases}
+    for name in table.settings.keys() - BUILT_IN.settings.keys():
+        if name in {*_NOT_SETTINGS.split(), *opposites, *aliases} or not name.isidentifier():
+            raise ValueError(f"a setting cannot have the name {name!r}; choose another")
     return table
 
 

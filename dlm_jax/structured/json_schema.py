@@ -239,6 +239,8 @@ class _SchemaWriter:
             if not _is_number(value) or value < 0 or value != int(value):
                 raise _refused(where, f"{key}={str(value)[:60]} must be a non-negative integer")
         low, high = int(schema.get(f"min{name}", 0)), schema.get(f"max{name}")
+        if low > _SIZES[0][0]:
+            raise _refused(where, f"min{name}={str(low)[:60]} is too large; use {_SIZES[0][0]}")
         return low, None if high is None else min(int(high), max(low, self._most))
 
     def _array(self, schema: Mapping[str, Any], where: str) -> str | None:

@@ -50,6 +50,7 @@ def _modules(monkeypatch, tmp_path):
     (tmp_path / "exits_here.py").write_text("raise SystemExit(0)\n")
     (tmp_path / "empty_here.py").write_text("from dlm_jax import Threshold\n")
     (tmp_path / "lacks_here.py").write_text(MODULE.replace("    def select", "    def chooses"))
+    (tmp_path / "denies_here.py").write_text(MODULE.replace("my_setting", "no_edit"))
     (tmp_path / "taken_here.py").write_text(MODULE.replace("class Shift", "class TopK"))
     yield
     for name in set(sys.modules) - known:
@@ -104,6 +105,7 @@ def test_settings_of_ones_own_rules_are_keys_of_requests(run_dir, capsys, tmp_pa
         (["--rules", "empty_here"], "empty_here defines no rule"),
         (["--rules", "lacks_here"], "rule EveryOther lacks select(), which CommitRule requires"),
         (["--rules", "taken_here"], "'top_k'"),
+        (["--rules", "denies_here"], "a setting cannot have the name 'no_edit'"),
         (["--rules"], "--rules: expected one argument"),
         (["--rules", "own_rules_here", "--my-settin", "1"], "did you mean '--my-setting'?"),
         (["--rules", "own_rules_here", "--my-pace", "0"], "error: --my-pace=0 is outside [1, 99]"),
