@@ -273,7 +273,8 @@ def write_dialogues(model_dir: Path, out: Path, count: int, tokens: int) -> None
     model = dlm_jax.load(model_dir)
     if model.chat is None:
         raise ValueError("the model has no chat template; use --dialogues 0")
-    eos = model.chat.tokenizer.token(model.tokenizer.eos_id)
+    assert isinstance(model.tokenizer, HubTokenizer)
+    eos = model.tokenizer.token(model.tokenizer.eos_id)
     for first in range(done, count, _AT_ONCE):
         numbers = range(first, min(first + _AT_ONCE, count))
         turns = [{"role": "user", "content": QUESTIONS[n % len(QUESTIONS)]} for n in numbers]

@@ -62,8 +62,9 @@ def is_concrete(x: object) -> bool:
 
 def is_on_one_cpu(x: object) -> bool:
     """Whether `x` is an array in the memory of a single CPU device."""
-    is_array = isinstance(x, jax.Array) and is_concrete(x)
-    return is_array and [device.platform for device in x.devices()] == ["cpu"]
+    if not isinstance(x, jax.Array) or not is_concrete(x):
+        return False
+    return [device.platform for device in x.devices()] == ["cpu"]
 
 
 def kind() -> str:

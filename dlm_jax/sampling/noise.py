@@ -130,7 +130,8 @@ class NoiseProcess(Protocol):
       is_masked: True if MASK is the only noise.
     """
 
-    is_masked: ClassVar[bool]
+    @property
+    def is_masked(self) -> bool: ...
 
     def shares(self, level: jax.Array, /) -> Any:
         """Fractions of ``clean``, ``mask`` and ``text`` tokens at noise levels in [0, 1]."""

@@ -109,8 +109,8 @@ def splash_attention(
             x = x.reshape(*x.shape[:2], 2, -1, x.shape[3])
             return jnp.moveaxis(x, 2, 1).reshape(2 * num_rows, x.shape[1], *x.shape[3:])
 
-        texts = (x if x is None else jnp.repeat(x, 2, axis=0) for x in texts)
-        y = compute(halves(q), halves(k), halves(v), *texts)
+        twice = (x if x is None else jnp.repeat(x, 2, axis=0) for x in texts)
+        y = compute(halves(q), halves(k), halves(v), *twice)
         return jnp.moveaxis(y.reshape(num_rows, 2, *y.shape[1:]), 1, 2).reshape(q.shape)
 
     given = q_BLHK, k_BMGK, v_BMGK, text_BM, text_BL

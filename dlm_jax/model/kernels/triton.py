@@ -47,7 +47,8 @@ def triton_attention(
     """
 
     def of_rows(*given: Any) -> jax.Array:
-        q, k, v, text, own = (x if x is None else padded(x, 1, TILE) for x in given)
+        parts: list[Any] = [x if x is None else padded(x, 1, TILE) for x in given]
+        q, k, v, text, own = parts
         y: jax.Array = _attend(q, k, v, text.astype(jnp.int32), own, may_see, saved, interpret)
         return y[:, : given[0].shape[1]]
 
