@@ -304,3 +304,10 @@ def test_bad_input_is_refused_in_one_line(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_a_bpe_learns_its_merges_from_the_training_text_alone():
+    train, held_out = "abab cdcd " * 40, "xyxy zwzw " * 400
+    made = make_tokenizer("bpe:262", train + held_out, train_text=train)
+    assert made.to_json() == make_tokenizer("bpe:262", train).to_json()
+    assert made.to_json() != make_tokenizer("bpe:262", train + held_out).to_json()
