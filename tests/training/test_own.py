@@ -161,6 +161,16 @@ def test_own_parts_train_and_are_sampled(folder):
     assert len(text) == 16
 
 
+def test_a_head_of_ones_own_reads_the_hidden_vectors_and_leaves_the_model_as_it_is(tmp_path):
+    alone = _train(tmp_path / "alone").params
+    beside, through = (
+        _train(tmp_path / str(trains), heads=[left_head(trains_trunk=trains)]).params
+        for trains in (False, True)
+    )
+    tiny_run.assert_same({name: beside[name] for name in alone}, alone)
+    assert not np.array_equal(through["table"], alone["table"])
+
+
 def test_a_run_of_an_own_network_and_its_file_are_loaded_with_that_network(folder, capsys):
     outcome = _whole(folder)
     run, file = folder / "whole", folder / "own.safetensors"
