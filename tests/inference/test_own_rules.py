@@ -122,10 +122,7 @@ def doubled(logits_NV):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (
-            {"transforms": [TopK(2), ...]},
-            "transforms is a ellipsis, which is not a LogitTransform object",
-        ),
+        ({"transforms": [TopK(2), ...]}, "transforms has ... behind a rule; put it first"),
         ({"commit": Threshold(0.5), "order": "random"}, "commit and order both select a rule"),
         ({"commit": Threshold(0.5), "threshold": 0.4}, "threshold is given twice"),
         (
