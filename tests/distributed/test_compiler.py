@@ -89,4 +89,4 @@ def test_the_options_of_a_mesh_are_those_of_its_model():
     model = dlm_jax.load(mesh=mesh)
     assert model.compiler_options == mesh.compiler_options
     sampler = dlm_jax.sampler(model)
-    assert sampler.compiler_options == YNN | {"xla_cpu_enable_fast_math": "False"}
+    assert sampler.compiler_options == {"xla_cpu_enable_fast_math": "False"}
