@@ -4,8 +4,9 @@ and values of all other positions from the cache.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +42,14 @@ class CacheState(NamedTuple):
     valid_B: jax.Array
 
 
-class KVCache(Rule):
+class KVCache(Rule, ABC):
     """Selects the positions that a step computes. Both methods are required.
 
     A causal network caches its window, whose input is final. Other networks cache only whole rows
     and finished blocks.
     """
 
-    required: ClassVar[tuple[str, ...]] = ("read", "refresh")
-
+    @abstractmethod
     def read(
         self, block: CurrentBlock, first_B: jax.Array, num_positions: int
     ) -> tuple[jax.Array, jax.Array, int]:
@@ -58,8 +58,8 @@ class KVCache(Rule):
 
         `first_B` is the first writable position of the block, int32 ``[B]``; its start if none is.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def refresh(
         self, block: CurrentBlock, begin_B: jax.Array, valid_B: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -68,7 +68,6 @@ class KVCache(Rule):
 
         The window of each row begins at `begin_B`, and `valid_B` is that of `CacheState`.
         """
-        raise NotImplementedError
 
     @classmethod
     def is_used(cls, row: Any) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -71,10 +72,8 @@ class NoiseUpdate(NamedTuple):
     is_final_B: jax.Array | None = None
 
 
-class NoiseRule(OrderRule):
+class NoiseRule(OrderRule, ABC):
     """Writes every open position of a block in each step. Only `update` is required."""
-
-    required: ClassVar[tuple[str, ...]] = ("update",)
 
     @classmethod
     def check(cls, row: Any) -> None:
@@ -116,11 +115,11 @@ class NoiseRule(OrderRule):
         """
         return drawn.logprob_N, state_N
 
+    @abstractmethod
     def update(
         self, state: Any, context: NoiseContext, proposal: Proposal
     ) -> tuple[NoiseUpdate, Any]:
         """What the step writes, and the new state."""
-        raise NotImplementedError
 
 
 class NoiseProcess(Protocol):

@@ -7,8 +7,9 @@ it can write a space or a random token, which the model reads as text.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ class RemaskContext(NamedTuple):
         return jnp.exp(self.logprob_BL)
 
 
-class RemaskRule(StepRule):
+class RemaskRule(StepRule, ABC):
     """Selects the tokens that become MASK again. Only `select` is required.
 
     It can need ``head:NAME``, the sigmoid of a head of the network, which costs a forward pass;
@@ -76,14 +77,13 @@ class RemaskRule(StepRule):
     ``steps``, all steps of a block, which then stays current without holes.
     """
 
-    required: ClassVar[tuple[str, ...]] = ("select",)
     selector = "remask"
 
+    @abstractmethod
     def select(self, state: Any, context: RemaskContext) -> WithState:
         """True at the positions to remask, ``[B, L]``, and the new state. Positions that are not
         open are ignored. The new state holds in rows that take a step.
         """
-        raise NotImplementedError
 
     def log_prob(self, state: Any, context: RemaskContext, is_chosen_BL: jax.Array) -> jax.Array:
         """Log-probability ``[B]`` of this choice, as in `CommitRule.log_prob`."""

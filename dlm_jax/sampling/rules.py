@@ -403,10 +403,9 @@ def _slot_of(cls: type[Rule]) -> str:
         remedy = "decorate it with dlm_jax.rule and subclass one of "
         remedy += ", ".join(map(base_name, slots.values()))
         raise ValueError(f"rule {cls.__name__} has no kind; {remedy}")
-    owner: Any = next(c for c in cls.__mro__ if "required" in vars(c))
-    for name in owner.required:
-        if getattr(cls, name) is getattr(owner, name):
-            raise ValueError(f"rule {cls.__name__} lacks {name}(), which {owner.__name__} requires")
+    for name in sorted(cls.__abstractmethods__):
+        owner = next(c for c in cls.__mro__ if name in vars(c))
+        raise ValueError(f"rule {cls.__name__} lacks {name}(), which {owner.__name__} requires")
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     per_row = [f.metadata["setting"] for f in fields if "column" in f.metadata]
     if slot == "transforms":

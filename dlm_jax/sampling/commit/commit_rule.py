@@ -9,6 +9,7 @@ that round to 1.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -133,10 +134,9 @@ class StepRule(Rule):
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
-        owner: Any = next(base for base in cls.__mro__ if "required" in vars(base))
-        has_log_prob = cls.log_prob is not owner.log_prob  # type: ignore[attr-defined]
+        owners = [base for base in cls.__mro__ if "log_prob" in vars(base)]
         why = "has no trace: it does not define log_prob()"
-        require(has_log_prob, cls.selector, cls.name, why, "define it, or use another rule")
+        require(len(owners) > 1, cls.selector, cls.name, why, "define it, or use another rule")
 
 
 class OrderRule(StepRule):
@@ -164,7 +164,7 @@ def attention_blocks(needs: tuple[str, ...]) -> int:
     return sum(int(need[len("attention:") :]) for need in needs if need.startswith("attention:"))
 
 
-class CommitRule(OrderRule):
+class CommitRule(OrderRule, ABC):
     """Selects the eligible positions that a step commits. Only `select` is required.
 
     At the last step of a block, the loop also commits every remaining hole. The rule's state is any
@@ -176,8 +176,6 @@ class CommitRule(OrderRule):
         ``per_row``. Candidates are then drawn for written tokens as well, and a block ends after a
         step that starts without holes and rewrites nothing.
     """
-
-    required: ClassVar[tuple[str, ...]] = ("select",)
 
     def eligible(self, state: Any, context: CommitContext) -> jax.Array:
         """True at the holes that this step can commit, ``[B, L]``.
@@ -195,11 +193,11 @@ class CommitRule(OrderRule):
         """
         return log_odds(drawn.logprob_N), state_N
 
+    @abstractmethod
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
         """True at the positions to commit, ``[B, L]``, and the new state. Ineligible positions are
         ignored.
         """
-        raise NotImplementedError
 
     def log_prob(
         self, state: Any, context: CommitContext, proposal: Proposal, is_chosen_BL: jax.Array

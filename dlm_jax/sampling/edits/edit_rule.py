@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,13 +132,12 @@ class EditContext(NamedTuple):
         return is_open_BL & ~self.frozen_BL & (self.tokens_BL != self.mask_id) & ~is_own_space_BL
 
 
-class EditRule(StepRule):
+class EditRule(StepRule, ABC):
     """Selects the edits between two steps. Only `select` is required.
 
     It can need ``likeliest``, that is, ``best_id_BL`` and ``best_BL`` of the context.
     """
 
-    required: ClassVar[tuple[str, ...]] = ("select",)
     selector = "edit_scoring"
 
     @classmethod
@@ -154,8 +154,8 @@ class EditRule(StepRule):
         """The scores of the edits, in any form."""
         return ()
 
+    @abstractmethod
     def select(self, context: EditContext, scores: Any) -> Edits:
         """The edits of each row, in terms of old positions, given the result of `score`. Only open
         positions can be edited.
         """
-        raise NotImplementedError

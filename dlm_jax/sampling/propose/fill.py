@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Required, TypedDict, Unpack
@@ -261,17 +262,15 @@ DrawLogits = Callable[[jax.Array, jax.Array], jax.Array]
 """``(places_N, is_real_N) -> logits_NV``; see `FillRule.logits`."""
 
 
-class FillRule(Rule):
+class FillRule(Rule, ABC):
     """Proposes a candidate for every open position of a step. Only `propose` is required."""
-
-    required: ClassVar[tuple[str, ...]] = ("propose",)
 
     needs: ClassVar[tuple[str, ...]] = ()
     """Inputs that the rule reads: ``head:sampler``, if candidates are drawn from a sampler head."""
 
+    @abstractmethod
     def propose(self, fill: FillInput) -> FillOutput:
         """The candidates. The proposal is undefined at positions that are not open."""
-        raise NotImplementedError
 
     def logits(self, fill: FillInput, tokens_BL: jax.Array, level_BL: jax.Array) -> DrawLogits:
         """The logits, before the chain, that recorded candidates were drawn from. Traces, their

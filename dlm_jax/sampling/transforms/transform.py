@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -49,7 +50,7 @@ class Context(NamedTuple):
     length_B: Array
 
 
-class LogitTransform(Rule):
+class LogitTransform(Rule, ABC):
     """A function of the logits of N positions, with parameters in `[B]` leaves of a pytree.
 
     A disabled row's logits are returned bitwise unchanged. In enabled rows, `-inf` stays `-inf`,
@@ -58,8 +59,6 @@ class LogitTransform(Rule):
     Only `apply` is required. By default, a transform has no state and reads no context.
     `prepare` is separate from `apply`, which runs once per chunk of positions.
     """
-
-    required: ClassVar[tuple[str, ...]] = ("apply",)
 
     @classmethod
     def check_trace(cls, row: Any) -> None:
@@ -77,9 +76,9 @@ class LogitTransform(Rule):
         """Values that are computed once per step and row, such as a table of counts."""
         return ()
 
+    @abstractmethod
     def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
         """The logits `[N, V]` after this transform; called once per chunk of a step."""
-        raise NotImplementedError
 
     def update(self, state: Any, is_committed_BL: Array, proposal: Any) -> Any:
         """State after the commits of a step. `proposal.final_logprob_BL` are the log-probabilities
