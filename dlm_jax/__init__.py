@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from dlm_jax.inference.request import make_requests as make_requests
     from dlm_jax.inference.results import Row as Row
     from dlm_jax.inference.results import Texts as Texts
-    from dlm_jax.inference.scoring import DecodingRow as DecodingRow
     from dlm_jax.inference.scoring import Score as Score
-    from dlm_jax.inference.scoring import order_logprobs as order_logprobs
     from dlm_jax.inference.scoring import score as score
     from dlm_jax.sampling.commit import CommitRule as CommitRule
     from dlm_jax.sampling.commit import Threshold as Threshold
@@ -89,7 +87,7 @@ _NAMES = {
     "inference.pure": "Sampled Sampler replay sampler",
     "inference.request": "Request make_requests",
     "inference.results": "Row Texts",
-    "inference.scoring": "DecodingRow Score order_logprobs score",
+    "inference.scoring": "Score score",
     "sampling.kv_cache": "KVCache",
     "sampling.commit": "CommitRule Threshold certain most most_confident",
     "sampling.edits": "EditRule delete_at deletion_scores gap_scores insert_at token_uncertainty",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,10 @@ from dlm_jax.distributed import compiler
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
 from dlm_jax.objectives.likelihood import Costs, costs, half_width, num_scored, ratio_and_error
-from dlm_jax.objectives.losses import unpredicted
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.randomness import key_of
-from dlm_jax.sampling import positions
 from dlm_jax.settings import SettingError
-from dlm_jax.types import Network, Params
+from dlm_jax.types import Network
 
 MOST_AT_ONCE = 1 << 16
 """Maximum number of rows per batch and of mask draws."""
@@ -192,7 +190,7 @@ def score_rows(
     num_rows, parts = len(rows["length"]), []
     for first in range(0, num_rows, batch_size):
         # A batch is padded with its last row to a power of two, so that few shapes are compiled.
-        count = min(batch_size, _power_of_two(num_rows - first))
+        count = min(batch_size, 1 << (num_rows - first - 1).bit_length())
         index = np.minimum(np.arange(first, first + count), num_rows - 1)
         batch = Batch(*(jnp.asarray(column[index]) for column in columns))
         number_B = jnp.arange(first, first + count, dtype=jnp.int32)
@@ -235,115 +233,3 @@ def _windows(model: Model, prompt: str, text: str) -> list[tuple[np.ndarray, int
         return [(np.concatenate([prefix, part]), prefix.size) for part in parts]
     starts = range(0, max(ids.size - 1, 1), max(most - 1, 1))
     return [(ids[start : start + most], 1) for start in starts]
-
-
-class DecodingRow(NamedTuple):
-    """A row of tokens, int32 ``[n]``, and the positions to decode, in order.
-
-    A MASK token at any other position remains a hole.
-    """
-
-    ids: np.ndarray
-    places: Sequence[int]
-
-
-def order_logprobs(
-    model: Model,
-    rows: Iterable[DecodingRow],
-    *,
-    batch_size: int = 32,
-    num_rows: int | None = None,
-) -> np.ndarray:
-    """Returns the log-probability in nats of the tokens at the `places` of each row, decoded in
-    this order, float64 ``[N]``.
-
-    Each token is read from the canvas with the previously decoded tokens. Identical canvases run
-    only once, so rows that differ in their last token alone share all forward passes. Every program
-    has `num_rows` rows; None uses the smallest sufficient power of two, up to `batch_size`.
-    """
-    reads, sizes = [], []
-    for row in rows:
-        places = np.asarray(row.places)
-        for count, place in enumerate(places.tolist()):
-            shown = row.ids.copy()
-            shown[places[count:]] = model.tokenizer.mask_id
-            reads.append((shown, place, int(row.ids[place])))
-        sizes.append(places.size)
-    values = _read_logprobs(model, reads, batch_size, num_rows).astype(np.float64)
-    return np.array([part.sum() for part in np.split(values, np.cumsum(sizes))[:-1]])
-
-
-def _read_logprobs(
-    model: Model,
-    reads: Sequence[tuple[np.ndarray, int, int]],
-    batch_size: int,
-    num_rows: int | None,
-) -> np.ndarray:
-    """Returns the log-probability of each read (canvas, position, id), float32 ``[N]``."""
-    if not model.process.is_masked:
-        raise ValueError(
-            "tokens are scored in holes, but the model was trained with objective.process="
-            f"{model.process.name!r}; load a model that fills MASK"
-        )
-    # The numbers of the reads of each position and id of each canvas.
-    canvases: dict[bytes, tuple[np.ndarray, dict[tuple[int, int], list[int]]]] = {}
-    for number, (shown, place, id_) in enumerate(reads):
-        _, known = canvases.setdefault(shown.tobytes(), (shown, {}))
-        known.setdefault((place, id_), []).append(number)
-    sizes: dict[int, list[Any]] = {}
-    for canvas in canvases.values():
-        sizes.setdefault(canvas_size(canvas[0].size, is_shared=True), []).append(canvas)
-    most = max((len(known) for _, known in canvases.values()), default=1)
-    result, num_reads = np.zeros(len(reads), np.float32), _power_of_two(most)
-    run = compiled(
-        _logprobs_at,
-        model.network,
-        model.compiler_options,
-        mask_id=unpredicted(model.network, model.tokenizer.mask_id),
-    )
-    for size, rows in sorted(sizes.items()):
-        count = num_rows or min(batch_size, _power_of_two(len(rows)))
-        for first in range(0, len(rows), count):
-            some = rows[first : first + count]
-            tokens = np.full((count, size), model.tokenizer.pad_id, np.int32)
-            length, place, ids = (np.zeros((n, count), np.int32) for n in (1, num_reads, num_reads))
-            for row, (shown, known) in enumerate(some):
-                tokens[row, : shown.size], length[0, row] = shown, shown.size
-                place[: len(known), row], ids[: len(known), row] = np.array([*known]).T
-            values = run(model.params, tokens, np.maximum(length[0], 1), place, ids)
-            value_PB = np.asarray(values)
-            for row, (_, known) in enumerate(some):
-                for index, numbers in enumerate(known.values()):
-                    result[numbers] = value_PB[index, row]
-    return result
-
-
-def _logprobs_at(
-    network: Network,
-    params: Params,
-    tokens_BL: jax.Array,
-    length_B: jax.Array,
-    place_PB: jax.Array,
-    ids_PB: jax.Array,
-    *,
-    mask_id: int,
-) -> jax.Array:
-    """Returns the log-probabilities in nats of ids at positions, ``[P, B]``. MASK is excluded, as
-    in the losses.
-    """
-    hidden_BLD = positions.hidden(network, params, tokens_BL, length_B)
-
-    def at(read: tuple[jax.Array, jax.Array]) -> jax.Array:
-        place_B, ids_B = read
-        hidden_BD = jnp.take_along_axis(hidden_BLD, place_B[:, None, None], axis=1)[:, 0]
-        logits_BV = positions.logits(network, params, hidden_BD)
-        is_mask_1V = jnp.arange(logits_BV.shape[1])[None] == mask_id
-        logits_BV = jnp.where(is_mask_1V, -jnp.inf, logits_BV)
-        norm_B1 = jax.nn.logsumexp(logits_BV, axis=1, keepdims=True)
-        return (jnp.take_along_axis(logits_BV, ids_B[:, None], axis=1) - norm_B1)[:, 0]
-
-    return jax.lax.map(at, (place_PB, ids_PB))
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << max(count - 1, 0).bit_length()

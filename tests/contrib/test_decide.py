@@ -12,7 +12,6 @@ from oracles.likelihood import order_log_probs
 
 import dlm_jax
 from dlm_jax.contrib import decide
-from dlm_jax.inference import scoring
 
 MODEL = toy_model.MODEL
 TOKENIZER = MODEL.tokenizer
@@ -86,15 +85,29 @@ def test_a_prompt_alone_is_the_same_bit_for_bit_as_in_a_batch_and_labels_may_be_
     labels, prompts = ["s", "r", "a", " "], PROMPTS * 3
     asked = [decide.question(MODEL, prompt, labels) for prompt in prompts]
     rows = [[one.row([ids]) for ids in one.labels[0]] for one in asked]
-    whole = dlm_jax.order_logprobs(MODEL, [row for own in rows for row in own], num_rows=8)
+    whole = decide.order_logprobs(MODEL, [row for own in rows for row in own], num_rows=8)
     for place, own in enumerate(rows):
-        alone = dlm_jax.order_logprobs(MODEL, own, num_rows=8)
+        alone = decide.order_logprobs(MODEL, own, num_rows=8)
         assert alone.tobytes() == whole[4 * place : 4 * place + 4].tobytes()
     turned = decide.decide(MODEL, PROMPTS, labels[::-1], batch_size=8)
     for one, other in zip(decide.decide(MODEL, PROMPTS, labels, batch_size=8), turned, strict=True):
         np.testing.assert_allclose(one.logprobs, other.logprobs[::-1], atol=1e-6)
         for label, share in one.of().items():
             assert share == pytest.approx(other.of()[label], abs=1e-6)
+
+
+def test_log_probabilities_in_an_order_are_those_of_every_canvas():
+    rows = [
+        decide.DecodingRow(TOKENIZER.encode("The cat sat."), places)
+        for places in ([4, 5, 6], [9, 2], [0])
+    ]
+    found = decide.order_logprobs(MODEL, rows, batch_size=8)
+    for row, total in zip(rows, found, strict=True):
+        # The oracle's first permutation is from left to right.
+        given = set(range(len(row.ids))) - set(row.places)
+        orders = order_log_probs(_logits, row.ids.tolist(), mask_id=TOKENIZER.mask_id, given=given)
+        wanted = orders[-1] if row.places == [9, 2] else orders[0]
+        assert total == pytest.approx(wanted, abs=1e-4)
 
 
 def test_labels_of_one_token_take_one_forward_and_beginnings_are_shared(monkeypatch):
@@ -104,8 +117,8 @@ def test_labels_of_one_token_take_one_forward_and_beginnings_are_shared(monkeypa
         seen.append(len({shown.tobytes() for shown, _, _ in reads}))
         return run(model, reads, *args, **options)
 
-    run = scoring._read_logprobs
-    monkeypatch.setattr(scoring, "_read_logprobs", counted)
+    run = decide._read_logprobs
+    monkeypatch.setattr(decide, "_read_logprobs", counted)
     decide.decide(MODEL, PROMPTS, ["s", "r", "a"], batch_size=8)
     decide.decide(MODEL, "A ", ["sa", "st", "ra"], batch_size=8)
     assert seen == [3, 1 + 2]

@@ -10,7 +10,6 @@ import toy
 import toy_model
 from oracles import likelihood as oracle
 
-import dlm_jax
 from dlm_jax.inference.scoring import score
 from dlm_jax.model.transformer import build
 
@@ -36,29 +35,6 @@ def _causal_nll(prompt: str, text: str) -> float:
     logits[:, TOKENIZER.mask_id] = -np.inf
     log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     return -sum(log_p[place, ids[place]] for place in range(len(prompt), len(ids)))
-
-
-def test_log_probabilities_in_an_order_are_those_of_every_canvas():
-    rows = [
-        dlm_jax.DecodingRow(TOKENIZER.encode("The cat sat."), places)
-        for places in ([4, 5, 6], [9, 2], [0])
-    ]
-    found = dlm_jax.order_logprobs(MODEL, rows, batch_size=8)
-    for row, total in zip(rows, found, strict=True):
-        # The oracle's first permutation is from left to right.
-        given = set(range(len(row.ids))) - set(row.places)
-        orders = oracle.order_log_probs(
-            _logits, row.ids.tolist(), mask_id=TOKENIZER.mask_id, given=given
-        )
-        wanted = orders[-1] if row.places == [9, 2] else orders[0]
-        assert total == pytest.approx(wanted, abs=1e-4)
-
-
-def _logits(tokens):
-    padded = np.full((1, 64), TOKENIZER.pad_id, np.int32)
-    padded[0, : len(tokens)] = tokens
-    length = np.array([len(tokens)], np.int32)
-    return np.asarray(toy.logits(MODEL.network, MODEL.params, padded, length))[0, : len(tokens)]
 
 
 def test_a_causal_model_judges_exactly():
