@@ -619,8 +619,8 @@ class AsyncEngine:
         if engine.share[1] == 1 and not self._is_closing and not engine.is_compiled(request):
             # Rows of other programs go on; all processes compile together.
             await asyncio.to_thread(engine.warm_up, request)
-        if self._is_closing:
-            raise ValueError("the engine is closed or has failed; create a new one")
+        if not self.is_running or self._is_closing:
+            raise ValueError("the engine does not run; create one and enter it by `async with`")
         number = engine.submit(request, is_watched=is_watched)
         self._callers[number] = rows
         self._work.set()

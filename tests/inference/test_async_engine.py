@@ -168,6 +168,37 @@ print("over", flush=True)
     assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
 
 
+def test_nothing_runs_behind_the_context_and_nothing_is_taken_outside_of_it():
+    """Whatever waits, runs or is watched when an error leaves the context."""
+    (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
+
+    async def leave(engine):
+        with pytest.raises(ValueError, match="does not run; create one and enter it"):
+            await engine.row(request(4))
+        with pytest.raises(KeyError):  # noqa: PT012
+            async with engine:
+                watch = engine.watch(long)
+                await anext(watch)
+                tasks = [asyncio.create_task(engine.row(long)) for _ in range(6)]
+                while not engine.engine.report().waiting:
+                    await asyncio.sleep(0.01)
+                raise KeyError
+        told = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        assert all("the engine is closed" in str(one) for one in told)
+        await watch.aclose()
+        await engine.close()  # again
+        with pytest.raises(ValueError, match="does not run"):
+            await engine.row(request(4))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    engine = AsyncEngine(_engine())
+    asyncio.run(leave(engine))
+    report = engine.engine.report()
+    assert (report.running, report.waiting, report.slots) == (0, 0, 0)
+    assert not engine.is_running and not engine.engine.is_busy
+    assert "engine" not in [thread.name for thread in threading.enumerate()]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_who_waits_is_told_of_the_end(fails, monkeypatch, caplog):
     """And an engine that has failed is closed all the same."""
