@@ -35,6 +35,7 @@ import jax
 import numpy as np
 
 import dlm_jax.config as configs
+from dlm_jax import load
 from dlm_jax.cli import common, evaluation, sample, train
 from dlm_jax.data import load_corpus
 from dlm_jax.sampling.rules import BUILT_IN
@@ -182,17 +183,16 @@ def inputs(folder: Path, count: int, rng: random.Random) -> Found:
     finish(folder, "train.py", *flags(folder, out_dir))
     files.mkdir(exist_ok=True)
     cases = list(_command_lines(folder, files, out_dir))
-    loading = common.load_model
     # Loading takes most of the time and is not attacked here.
-    cached = functools.cache(lambda path: loading(path, ignore_config=()))
-    setattr(sample, "load_model", lambda path, **_: cached(path))  # noqa: B010
+    cached = functools.cache(lambda path: load(path))
+    setattr(sample, "load_model", lambda args, mesh: cached(args.checkpoint))  # noqa: B010
     for kind, main, arguments in rng.sample(cases, min(count, len(cases))):
         code, out, err = _ended(main, arguments)
         is_refused = code in (2, 6) and not out and err.count("\n") == 1
         is_refused = is_refused and err.startswith("error: ")
         shown = " ".join(part[:60] for part in arguments[-3:])
         yield kind, "" if is_refused else f"{shown!r}: code {code}, {err[-300:]!r}"
-    setattr(sample, "load_model", loading)  # noqa: B010
+    setattr(sample, "load_model", common.load_model)  # noqa: B010
     requests, results = files / "in.jsonl", files / "out.jsonl"
     requests.write_bytes(b"\n".join(LINES) + b"\n")
     paths = ["--prompts", str(requests), "--output", str(results)]

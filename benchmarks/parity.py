@@ -245,8 +245,8 @@ def measure_tasks(both: Both, limit: int | None, parts: Parts) -> dict[str, Any]
     """Results of tasks in lm-evaluation-harness, and the first result of ``hf`` where they differ
     by more than 1e-4 of its value.
     """
-    from dlm_jax.cli.lm_eval import register
     from dlm_jax.harness.lm import model_class
+    from dlm_jax.harness.lm_eval import register
 
     register()
     harness: Any = importlib.import_module("lm_eval")

@@ -26,7 +26,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 
-from dlm_jax.sampling.params import SamplingParams, layered, resolve  # noqa: F401
+from dlm_jax.sampling.params import SamplingParams, layered, params_of, resolve  # noqa: F401
 from dlm_jax.settings import (
     ABOVE_ZERO,
     BELOW_ONE,

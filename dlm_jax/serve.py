@@ -1,4 +1,4 @@
-"""``python -m dlm_jax.serve``: see `dlm_jax.cli.server`."""
+"""``python -m dlm_jax.serve``: see `dlm_jax.serving.server`."""
 
 from dlm_jax.cli.programs import serve
 

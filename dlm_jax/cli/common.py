@@ -11,10 +11,10 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
@@ -22,18 +22,15 @@ import dlm_jax.config as configs
 from dlm_jax.cli.ends import keep_output_for_texts
 from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.processes import HEARTBEAT_SECONDS
+from dlm_jax.hf import hub_id
 from dlm_jax.inference.host import HostSampler, shown
-from dlm_jax.inference.model import Model, load
+from dlm_jax.inference.model import DTYPES, Model, load
 from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.rules import BUILT_IN, classes_of, with_rules
 from dlm_jax.settings import UNSET, Rule, SettingError, nearest
+from dlm_jax.store.files import check_regular
 from dlm_jax.store.weights import DEFAULT, SHIPPED
 
-CHECKPOINT = (
-    "a run, a weights file, a published directory, a Hub id (org/name or org/name@revision), "
-    f"or a shipped model: {', '.join(SHIPPED)}; default: {DEFAULT}"
-)
-IGNORE_CONFIG = "field of a published config.json that is not read; repeatable"
 PRESET = (
     f"a preset: {', '.join(PRESETS)} (insertions and deletions, docs/edits.md), or a preset of a "
     f"published model, which sets the order of the model's project (docs/published.md)"
@@ -77,6 +74,20 @@ COUNT = whole(1, 2**20)
 """Parses a count of at least 1."""
 INDEX = whole(0, 2**20)
 """Parses an index, from 0."""
+
+
+def add_model_flags(parser: argparse.ArgumentParser, *, has_dtype: bool = True) -> None:
+    """Adds the flags that `load_model` reads."""
+    checkpoint = (
+        "a run, a weights file, a published directory, a Hub id (org/name or org/name@revision), "
+        f"or a shipped model: {', '.join(SHIPPED)}; default: {DEFAULT}"
+    )
+    parser.add_argument("--checkpoint", metavar="PATH", help=checkpoint)
+    if has_dtype:
+        dtypes = f"dtype of the parameters: {', '.join(DTYPES)}; default: float32"
+        parser.add_argument("--dtype", metavar="TYPE", help=dtypes)
+    ignore = "field of a published config.json that is not read; repeatable"
+    parser.add_argument("--ignore-config", action="append", default=[], metavar="KEY", help=ignore)
 
 
 def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
@@ -226,18 +237,34 @@ def start_jax() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def load_model(
-    path: str | None,
-    *,
-    mesh: Any = None,
-    dtype: str | None = None,
-    ignore_config: Sequence[str] = (),
-) -> Model:
-    """A model from `dlm_jax.load`."""
+def load_model(args: argparse.Namespace, mesh: MeshConfig | None = None) -> Model:
+    """A model from `dlm_jax.load`, by the flags of `add_model_flags`."""
     return load(
-        path,
+        args.checkpoint,
         mesh=mesh,
-        dtype=dtype,
-        ignore_config=ignore_config,
+        dtype=getattr(args, "dtype", None),
+        ignore_config=args.ignore_config,
         report=lambda line: print(line, file=sys.stderr),
     )
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """Name of the checkpoint: Hub id, directory name, or file name without suffix."""
+    checkpoint = args.checkpoint or DEFAULT
+    asked = hub_id(checkpoint)
+    if asked is not None:
+        return asked[0]
+    path = Path(checkpoint).resolve()
+    return path.name if path.is_dir() else path.stem
+
+
+def read_text(path: str | Path, flag: str = "") -> str:
+    """The text of a UTF-8 file; `flag` begins the errors of a file that cannot be read."""
+    check_regular(path)
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}; pass a text file"
+    except UnicodeDecodeError as error:
+        why = f"is not UTF-8 at byte {error.start}; convert it"
+    raise ValueError(f"{flag} {path} {why}".strip())

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from dlm_jax.cli.common import (
-    CHECKPOINT,
-    IGNORE_CONFIG,
     SEED,
     Parser,
+    add_model_flags,
     load_model,
+    read_text,
     start_jax,
     whole,
 )
@@ -34,14 +34,13 @@ from dlm_jax.data.text import JSON_LINES, is_json, is_json_lines, read_jsonl
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.scoring import MOST_AT_ONCE, Score, score, score_rows
 from dlm_jax.objectives.likelihood import first_scored, plus_minus
-from dlm_jax.store.files import check_regular
 from dlm_jax.store.weights import SUFFIX
 
 
 def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.evaluate", description=__doc__)
     add, count = parser.add_argument, whole(1, MOST_AT_ONCE)
-    add("--checkpoint", metavar="PATH", help=CHECKPOINT)
+    add_model_flags(parser, has_dtype=False)
     text_help = f"UTF-8 files to score; {', '.join(JSON_LINES)} and .json files contain texts"
     add("--text", nargs="+", default=[], metavar="FILE", help=text_help)
     split_help = "split files into texts at this line (---, as in sample.py, if no LINE is given)"
@@ -53,7 +52,6 @@ def make_parser() -> Parser:
     add("--num-draws", type=count, default=1, metavar="N", help="masks per window (1)")
     add("--batch-size", type=count, default=16, metavar="B", help="windows per batch (16)")
     add("--seed", type=SEED, default=0, metavar="K", help="random seed of the masks (0)")
-    add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--json", action="store_true", help="print JSON, one object per line")
     return parser
 
@@ -64,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with refusals():
         args, _ = parse_flags(make_parser(), argv)
         check_output()
-        model = load_model(args.checkpoint, ignore_config=args.ignore_config)
+        model = load_model(args)
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
         for path in args.text:
             result = score(model, _texts(path, args.split), **drawn)
             _print_score(path, result, as_json=args.json)
         for path in args.pairs:
-            pairs = list(read_jsonl(path, _read(path)))
+            pairs = list(read_jsonl(path, read_text(path)))
             prompts = [pair.prompt or "" for pair in pairs]
             result = score(model, [pair.text for pair in pairs], prompts=prompts, **drawn)
             _print_score(path, result, as_json=args.json)
@@ -82,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _texts(path: str, split: str | None) -> list[str]:
     """The texts of a file."""
-    content = _read(path)
+    content = read_text(path)
     if is_json_lines(path) or is_json(path):
         documents = list(read_jsonl(path, content))
         for document in documents:
@@ -178,16 +176,6 @@ def _print_score(name: str, result: Score, *, as_json: bool) -> None:
         line += f", {bits:.4f}{plus_minus(result.interval(bits_error))} bits/character"
         counts += f", {characters:,} characters"
     emit(f"{line} ({kind}; {counts})")
-
-
-def _read(path: str) -> str:
-    check_regular(path)
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; pass a text file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 at byte {error.start}; convert it") from None
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import importlib
 import os
 import signal
 import sys
+from typing import Any
 
-from dlm_jax.cli.ends import End
+from dlm_jax.cli.ends import End, refusals
 
 
 def _say_unraisable(told: sys.UnraisableHookArgs) -> None:
@@ -24,7 +25,23 @@ def _say_unraisable(told: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(told)
 
 
-def _run(name: str) -> int:
+def needed(module: str, what: str, extra: str = "") -> Any:
+    """A module that `what` needs and that an installation can lack: of an application, or of the
+    packages of an `extra`.
+
+    Raises:
+      ValueError: the module, or one that it imports, is not there.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = f"dlm_jax[{extra}]" if extra else "dlm_jax"
+        raise ValueError(
+            f"{what} needs {error.name}; install it with: pip install '{package}'"
+        ) from None
+
+
+def _run(name: str, extra: str = "") -> int:
     sys.unraisablehook = _say_unraisable
     handler = signal.getsignal(signal.SIGINT)
     # In the first process of a container, unhandled signals have no effect.
@@ -32,12 +49,13 @@ def _run(name: str) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # What imports make stays, and looking for garbage among it takes a fifth of a second.
     gc.disable()
-    main = importlib.import_module(f"dlm_jax.cli.{name}").main
+    with refusals():
+        main = needed(f"dlm_jax.{name}", "the program", extra).main
     gc.freeze()
     gc.enable()
     # The training loop handles signals itself; before the loop starts, Ctrl-C ends the program
     # immediately.
-    if name != "train":
+    if name != "cli.train":
         signal.signal(signal.SIGINT, handler)
     code = main()
     if code == End.INTERRUPTED:
@@ -48,9 +66,9 @@ def _run(name: str) -> int:
     return code
 
 
-train = functools.partial(_run, "train")
-sample = functools.partial(_run, "sample")
-evaluate = functools.partial(_run, "evaluation")
-export = functools.partial(_run, "exporter")
-serve = functools.partial(_run, "server")
-lm_eval = functools.partial(_run, "lm_eval")
+train = functools.partial(_run, "cli.train")
+sample = functools.partial(_run, "cli.sample")
+evaluate = functools.partial(_run, "cli.evaluation")
+export = functools.partial(_run, "cli.exporter")
+serve = functools.partial(_run, "serving.server", "serve")
+lm_eval = functools.partial(_run, "harness.lm_eval", "eval")

@@ -17,20 +17,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 import dlm_jax
 from dlm_jax.cli.common import (
-    CHECKPOINT,
     COUNT,
-    IGNORE_CONFIG,
     PRESET,
     SEED,
     Parser,
     add_host_flags,
     add_mesh_flags,
+    add_model_flags,
     heads_line,
     import_rules,
     import_sampler,
@@ -50,29 +49,25 @@ from dlm_jax.cli.ends import (
     refusals,
     say_error,
 )
+from dlm_jax.cli.programs import needed
 from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import SamplingParams, add_sample_flags, layered, parse_flags, sample_settings
 from dlm_jax.data import Tokenizer
 from dlm_jax.distributed.partitions import num_shares, split_rows
 from dlm_jax.distributed.processes import check_same_everywhere, run_together
 from dlm_jax.inference.generate import chain_report
-from dlm_jax.inference.model import DTYPES
 from dlm_jax.inference.request import settings_of_call
-from dlm_jax.inference.results import Row, texts_of
 from dlm_jax.progress import Progress
 from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.rules import with_rules
 from dlm_jax.store.files import own_source, program_facts
 from dlm_jax.types import Status
 
-if TYPE_CHECKING:
-    from dlm_jax.viewing.frames import Frame
-
 
 def make_parser(kind: type[SamplingParams]) -> Parser:
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
-    add("--checkpoint", metavar="PATH", help=CHECKPOINT)
+    add_model_flags(parser)
     add("--prompt", metavar="TEXT", help="text at the start of every sample")
     add("--template", metavar="TEXT", help='text with gaps to fill: "To be <hole:4> be"')
     add("--draft", metavar="TEXT", help="text after the prompt, to refine")
@@ -96,9 +91,6 @@ def make_parser(kind: type[SamplingParams]) -> Parser:
     add("--trace", metavar="FILE", help="write an HTML page that replays the denoising")
     add("--prompts", metavar="FILE", help="requests, one JSON object per line; requires --output")
     add("--output", metavar="FILE", help="results of --prompts, one JSON object per line")
-    dtype_help = f"dtype of the parameters: {', '.join(DTYPES)}; default: float32"
-    add("--dtype", metavar="TYPE", help=dtype_help)
-    add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--report-chain", action="store_true", help="print where each part of the chain runs")
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_host_flags(
@@ -162,18 +154,15 @@ def _main(argv: Sequence[str], modules: str | None) -> int:
         given = {n: getattr(args, n) for n in kind.table.settings if hasattr(args, n)}
         settings = sample_settings(given, kind) | ({"rules": rules} if rules else {})
         _check_modes(args)
+        viewing = None
+        if args.watch or args.trace is not None:
+            viewing = needed("dlm_jax.viewing.show", "--watch or --trace")
         sampler = None
         if args.host_sampler is not None:
             sampler = import_sampler(args.host_sampler, f"--host-sampler {args.host_sampler}")
         if args.distributed:
             check_same_everywhere(_facts_of(args, overrides, rules))
-        mesh = mesh_of(overrides, is_distributed=args.distributed)
-        model = load_model(
-            args.checkpoint,
-            mesh=mesh,
-            dtype=args.dtype,
-            ignore_config=args.ignore_config,
-        )
+        model = load_model(args, mesh_of(overrides, is_distributed=args.distributed))
         shares = num_shares(split_rows(model.params))
         if args.batch_size % shares:
             raise ValueError(
@@ -191,12 +180,12 @@ def _main(argv: Sequence[str], modules: str | None) -> int:
     settings |= {
         name: getattr(args, name) for name in ("num_samples", "max_length", "seed", "batch_size")
     }
-    start, waited = time.perf_counter(), 0.0
-    frames: dict[int, list[Frame]] = {}
+    start, waited, view = time.perf_counter(), 0.0, None
     is_first = jax.process_index() == 0
     with refusals(), naming_flags():
-        if args.watch or args.trace is not None:
-            result, waited = watched(model, prompt, args, settings, frames)
+        if viewing is not None:
+            view = viewing.View(model, sys.stderr, is_watched=args.watch, is_page=bool(args.trace))
+            result, waited = view.sample(prompt, settings), view.waited
         else:
             with Progress("sample", None, "step", is_shown=is_first) as shown:
                 result = dlm_jax.generate(
@@ -221,8 +210,15 @@ def _main(argv: Sequence[str], modules: str | None) -> int:
     _print_read_back(result, model.tokenizer, args.read_back)
     print(f"{heads}\n{_summary(result, seconds)}", file=sys.stderr)
     code = End.DONE
-    if args.trace is not None:
-        code = _write_page(model, prompt, frames, args.trace)
+    if view is not None and args.trace is not None:
+        title = prompt.get("prompt") or prompt.get("template") or "unprompted"
+        try:
+            view.write_page(args.trace, title[:80])
+            print(f"wrote {args.trace}", file=sys.stderr)
+        except OSError as error:
+            why = f"cannot be written: {error.strerror}; the texts are complete"
+            say_error(f"--trace {args.trace} {why}")
+            code = End.NO_PAGE
     broken = [str(i) for i, status in enumerate(result.status) if status is Status.NON_FINITE]
     if broken:
         say_error(f"the model's logits are not finite: texts {', '.join(broken)} are unfinished")
@@ -272,56 +268,6 @@ def _print_read_back(result: dlm_jax.Texts, tokenizer: Tokenizer, size: int) -> 
             f"p={record.probability:.4g} of {seen.num_survivors} candidates: {rivals}",
             file=sys.stderr,
         )
-
-
-def watched(
-    model: dlm_jax.Model,
-    prompt: dict[str, Any],
-    args: argparse.Namespace,
-    common: dict[str, Any],
-    frames: dict[int, list[Frame]],
-) -> tuple[dlm_jax.Texts, float]:
-    """Samples the texts and shows the denoising; `frames` collects the frames of each row.
-
-    Returns the texts and the seconds spent waiting between redraws.
-    """
-    from dlm_jax.viewing.frames import frame_of, special_names
-    from dlm_jax.viewing.watch import Watch, pace_of
-
-    decode, names = model.tokenizer.decode, special_names(model.tokenizer)
-    steps = common.get("steps", model.sample.steps)
-    watch = Watch(decode, sys.stderr, names=names, pace=pace_of(steps)) if args.watch else None
-    rows: dict[int, Row] = {}
-    for canvases in dlm_jax.stream(model, [prompt], **common):
-        rows |= canvases
-        shown = [
-            frame_of(i, row, mask_id=model.tokenizer.mask_id, steps=steps)
-            for i, row in sorted(canvases.items())
-        ]
-        for frame in shown if args.trace is not None else ():
-            frames.setdefault(frame.row, []).append(frame)
-        if watch is not None:
-            watch.show(shown)
-    return texts_of(model, rows), 0.0 if watch is None else watch.waited
-
-
-def _write_page(
-    model: dlm_jax.Model, prompt: dict[str, Any], frames: dict[int, list[Frame]], path: str
-) -> End:
-    """Writes the denoising page and prints a line."""
-    from dlm_jax.viewing.frames import special_names
-    from dlm_jax.viewing.trace import write_trace
-
-    title = prompt.get("prompt") or prompt.get("template") or "unprompted"
-    decode, names = model.tokenizer.decode, special_names(model.tokenizer)
-    rows = [frames[i] for i in sorted(frames)]
-    try:
-        write_trace(path, rows, decode, title=title[:80], names=names)
-    except OSError as error:
-        say_error(f"--trace {path} cannot be written: {error.strerror}; the texts are complete")
-        return End.NO_PAGE
-    print(f"wrote {path}", file=sys.stderr)
-    return End.DONE
 
 
 # Flags that may differ between hosts: how they are joined, and paths.

@@ -52,6 +52,40 @@ def test_what_can_happen_ends_in_one_line_and_a_code_of_its_own(capsys, error, e
     assert err.count("\n") == 1
 
 
+WITHOUT = """
+import sys
+for name in {missing!r}:
+    sys.modules[name] = None
+sys.argv = ["program", *{flags!r}]
+from dlm_jax.cli import programs
+sys.exit(programs.{program}())
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "missing", "said"),
+    [
+        ("serve", [], ["dlm_jax.serving"], "needs dlm_jax.serving"),
+        ("serve", [], ["starlette"], "; install it with: pip install 'dlm_jax[serve]"),
+        ("lm_eval", [], ["dlm_jax.harness"], "needs dlm_jax.harness"),
+        ("lm_eval", [], ["lm_eval"], "; install it with: pip install 'dlm_jax[eval]"),
+        ("sample", ["--watch"], ["dlm_jax.viewing"], "--watch or --trace needs dlm_jax.viewing"),
+        ("sample", ["--trace", "a.html"], ["dlm_jax.viewing"], "--watch or --trace needs dlm_jax."),
+    ],
+)  # fmt: skip
+def test_a_program_without_its_application_or_its_packages_names_them(
+    program, flags, missing, said
+):
+    code = WITHOUT.format(program=program, flags=flags, missing=missing)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert said in done.stderr and f"needs {missing[0]}" in done.stderr
+
+
 def test_a_defect_shows_its_traceback_and_is_no_other_end(capsys):
     assert _raising(KeyError("oops"))([]) == End.DEFECT == 70
     assert "Traceback" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_arguments_are_checked_at_once(arguments, told):
 
 def test_the_harness_finds_the_class_by_its_name():
     registry = pytest.importorskip("lm_eval.api.registry", reason="lm-eval is not installed")
-    from dlm_jax.cli.lm_eval import register
+    from dlm_jax.harness.lm_eval import register
 
     register()
     made = registry.get_model("dlm_jax")
@@ -120,7 +120,7 @@ def test_the_harness_finds_the_class_by_its_name():
 @pytest.fixture
 def harness():
     pytest.importorskip("lm_eval.api.registry", reason="lm-eval is not installed")
-    from dlm_jax.cli import lm_eval
+    from dlm_jax.harness import lm_eval
 
     lm_eval.register()
     return lm_eval

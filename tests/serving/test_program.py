@@ -16,8 +16,8 @@ import saved_model
 from serving_cases import post, serving
 
 import dlm_jax
-from dlm_jax.cli import server
-from dlm_jax.cli.common import import_rules
+from dlm_jax.cli.common import import_rules, load_model
+from dlm_jax.serving import server
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,7 +152,8 @@ def own_rules(monkeypatch, tmp_path):
 
 
 def test_the_settings_of_own_rules_are_fields_and_defaults_of_requests(run_dir, own_rules):
-    model = server.load_model(str(run_dir))
+    args = server.make_parser().parse_args(["--checkpoint", str(run_dir)])
+    model = load_model(args)
     rules = import_rules(own_rules)
     defaults = server._defaults(model, {}, ["order=left_to_right", "my_shift=1000"], rules)
     fourth = model.tokenizer.decode([3])

@@ -18,7 +18,7 @@ def test_a_page_that_cannot_be_written_costs_no_text(tmp_path, capsys, monkeypat
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("dlm_jax.viewing.trace.write_trace", full)
+    monkeypatch.setattr("dlm_jax.viewing.show.write_trace", full)
     page = str(tmp_path / "page.html")
     assert sample.main([*run, *short, "--trace", page]) == End.NO_PAGE
     out, err = capsys.readouterr()

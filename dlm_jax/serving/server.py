@@ -20,39 +20,35 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dlm_jax
+from dlm_jax import Engine, Model
 from dlm_jax.cli.common import (
-    CHECKPOINT,
     COUNT,
-    IGNORE_CONFIG,
     PRESET,
     Parser,
     add_mesh_flags,
+    add_model_flags,
     heads_line,
     import_rules,
     load_model,
     mesh_of,
+    model_name,
     naming_flags,
+    read_text,
     start_jax,
     whole,
 )
 from dlm_jax.cli.ends import End, check_output, emit, program, refusals
-from dlm_jax.config import layered, parse_flags, sample_settings
-from dlm_jax.hf import ChatTemplate, check_template, hub_id
-from dlm_jax.inference.engine import Engine
-from dlm_jax.inference.model import DTYPES, Model
+from dlm_jax.config import layered, params_of, parse_flags, sample_settings
+from dlm_jax.hf.chat import ChatTemplate, check_template
 from dlm_jax.inference.request import settings_of_call
-from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.rules import with_rules
+from dlm_jax.serving.app import Options, make_app
+from dlm_jax.serving.http import LOGGER, Server, listening, start_logs
+from dlm_jax.serving.protocol import Limits
 from dlm_jax.settings import Rule
-from dlm_jax.store.files import check_regular
-from dlm_jax.store.weights import DEFAULT
-
-if TYPE_CHECKING:
-    from dlm_jax.serving.http import Server
 
 _HOSTS = ("127.0.0.1", "[::1]", "localhost")
 
@@ -70,7 +66,7 @@ def seconds(text: str) -> float:
 def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.serve", description=__doc__)
     add: Callable[..., object] = parser.add_argument
-    add("--checkpoint", metavar="PATH", help=CHECKPOINT)
+    add_model_flags(parser)
     add("--model-name", metavar="NAME", help="name for clients; default: that of the checkpoint")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
     add("--port", type=whole(0, 65535), default=8000, help="port to listen on (8000); 0: any")
@@ -101,9 +97,6 @@ def make_parser() -> Parser:
     warm = "compile programs when requests need them, not those of ordinary requests at startup"
     add("--no-warm-up", action="store_true", help=warm)
     add("--log-texts", action="store_true", help="also log prompts and texts")
-    dtypes = f"dtype of the parameters: {', '.join(DTYPES)}; default: float32"
-    add("--dtype", metavar="TYPE", help=dtypes)
-    add("--ignore-config", action="append", default=[], metavar="KEY", help=IGNORE_CONFIG)
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_mesh_flags(parser)
     return parser
@@ -124,29 +117,13 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
     with refusals(), naming_flags():
         check_output()
         args, overrides = parse_flags(make_parser(), argv)
-        try:
-            from dlm_jax.serving.app import Options, make_app
-            from dlm_jax.serving.http import LOGGER, listening, start_logs
-            from dlm_jax.serving.http import Server as Listening
-            from dlm_jax.serving.protocol import Limits
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"the server needs {error.name}; install it with: pip install 'dlm_jax[serve]'"
-            ) from None
-
         key = os.environ.get(args.api_key_env)
         if key is not None and not key.strip():
             raise ValueError(f"--api-key-env: {args.api_key_env} is empty; set or unset it")
-        mesh = mesh_of(overrides, is_distributed=False)
         sock = undo.enter_context(contextlib.closing(listening(args.host, args.port)))
-        model = load_model(
-            args.checkpoint,
-            mesh=mesh,
-            dtype=args.dtype,
-            ignore_config=args.ignore_config,
-        )
+        model = load_model(args, mesh_of(overrides, is_distributed=False))
         if args.chat_template is not None:
-            model = _with_template(model, Path(args.chat_template))
+            model = _with_template(model, args.chat_template)
         preset = model.preset(args.preset) if args.preset else {}
         defaults = _defaults(model, preset, args.default, import_rules(args.rules))
         heads = heads_line(model, settings_of_call(model, defaults))
@@ -159,7 +136,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             )
         has_length = any(re.match(r"\s*gen.length\s*=", text) for text in args.default)
         options = Options(
-            name=args.model_name or _name_of(args.checkpoint or DEFAULT),
+            name=args.model_name or model_name(args),
             limits=Limits(
                 rows=args.max_rows,
                 waiting=args.max_waiting,
@@ -186,7 +163,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
     LOGGER.info(heads)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    return Listening(app, sock, drain=args.drain, listens=lambda: emit(f"http://{shown}:{port}"))
+    return Server(app, sock, drain=args.drain, listens=lambda: emit(f"http://{shown}:{port}"))
 
 
 def _origins(texts: Sequence[str]) -> tuple[str, ...]:
@@ -223,22 +200,9 @@ def _defaults(
     return settings
 
 
-def _name_of(checkpoint: str) -> str:
-    """Name of a checkpoint for clients: Hub id, directory name, or file name without suffix."""
-    asked = hub_id(checkpoint)
-    if asked is not None:
-        return asked[0]
-    path = Path(checkpoint).resolve()
-    return path.name if path.is_dir() else path.stem
-
-
-def _with_template(model: Model, path: Path) -> Model:
+def _with_template(model: Model, path: str) -> Model:
     """The model with the chat template of a file."""
-    check_regular(path)
-    try:
-        source = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--chat-template {path} cannot be read: {error}") from None
+    source = read_text(path, "--chat-template")
     check_template(source, f"--chat-template {path}")
     return dataclasses.replace(model, chat=ChatTemplate(source, model.tokenizer))
 

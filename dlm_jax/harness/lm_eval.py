@@ -20,18 +20,14 @@ from typing import Any
 
 from dlm_jax.cli.common import start_jax
 from dlm_jax.cli.ends import End, program, refusals
+from dlm_jax.cli.programs import needed
 
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     start_jax()
     with refusals():
-        try:
-            harness: Any = importlib.import_module("lm_eval.__main__")
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"evaluation needs {error.name}; install it with: pip install 'dlm_jax[eval]'"
-            ) from None
+        harness = needed("lm_eval.__main__", "the program", "eval")
         register()
         argv = list(sys.argv[1:] if argv is None else argv)
         parser = argparse.ArgumentParser(add_help=False)
