@@ -56,6 +56,7 @@ MAY_IMPORT = {
         "objectives",
         "config",
         "training",
+        "inference",
         "__init__",
     },
     "evaluate": {"cli"},
