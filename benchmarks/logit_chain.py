@@ -57,7 +57,7 @@ def chain_program(names: list[str]) -> Program:
     at = At(rows, 0 * rows, jax.random.split(jax.random.key(1), POSITIONS), rows >= 0)
 
     def draw(chain, logits_NV, at):
-        return chain.draw(chain.prepare(chain.init(ROWS), context), logits_NV, at)
+        return chain.draw(chain.init(context), logits_NV, at)
 
     return draw, (chain, jnp.zeros((POSITIONS, VOCAB), jnp.float32), at)
 

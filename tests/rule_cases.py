@@ -24,6 +24,7 @@ from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable
+from dlm_jax.sampling.state import visible_context
 from dlm_jax.sampling.transforms import chain
 from dlm_jax.settings import Setting
 from dlm_jax.types import Params
@@ -326,4 +327,5 @@ def make_state(
     softened = defined["Softened"](jnp.array([s.remask_randomness for s in settings], jnp.float32))
     chained = chain(state.rules.chain, softened)
     rules = state.rules._replace(chain=chained)
-    return state._replace(rules=rules, chain_state=chained.init(len(rows)))
+    chain_state = chained.start(visible_context(state, mask_id=toy.MASK))
+    return state._replace(rules=rules, chain_state=chain_state)

@@ -139,14 +139,13 @@ def context(seed: int = 0, vocab: int = VOCAB) -> tf.Context:
 @jax.jit
 def run(transform: Any, logits_NV: jax.Array, place: tf.At, scene: tf.Context) -> jax.Array:
     """The transform's logits at the first step."""
-    state = transform.init(NUM_ROWS)
-    return transform.apply(transform.prepare(state, scene), logits_NV, place)
+    return transform.apply(transform.init(scene), logits_NV, place)
 
 
 @jax.jit
 def draw(chain: tf.Chain, logits_NV: jax.Array, place: tf.At, scene: tf.Context) -> jax.Array:
     """The chain's tokens at the first step."""
-    return chain.draw(chain.prepare(chain.init(NUM_ROWS), scene), logits_NV, place)[0]
+    return chain.draw(chain.init(scene), logits_NV, place)[0]
 
 
 TINY = float(np.finfo(np.float32).tiny)

@@ -82,7 +82,7 @@ class Speculative(FillRule):
                 "leave them off",
             )
         for transform in row.table.chained(row):
-            if transform.prepare is not LogitTransform.prepare and transform.is_used(row):
+            if transform.init is not LogitTransform.init and transform.is_used(row):
                 raise ValueError(
                     f"{transform.name!r} of the chain depends on committed tokens, but "
                     "fill='speculative' verifies drafts before they are committed; leave it at its "
@@ -181,7 +181,7 @@ def _verified(
 
 def _probabilities(fill: FillInput, logits_NV: jax.Array, at: At) -> jax.Array:
     """The probabilities after the row's chain; one-hot for a greedy row."""
-    final_NV = fill.chain.apply(fill.prepared, logits_NV, at)
+    final_NV = fill.chain.apply(fill.chain_state, logits_NV, at)
     best_NV = jax.nn.one_hot(drawing.argmax(final_NV), final_NV.shape[1])
     is_greedy_N1 = fill.chain.is_greedy(at)[:, None]
     return jnp.where(is_greedy_N1, best_NV, jax.nn.softmax(final_NV, axis=1))

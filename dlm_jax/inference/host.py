@@ -311,7 +311,7 @@ def _read(
     level_BL = jnp.zeros_like(tokens_BL) if filled.level_BL is None else filled.level_BL
     read = state.rules.fill.logits(fill, tokens_BL, level_BL)
     drawable_PV = read(places_P, jnp.ones(places_P.shape, bool))
-    final_PV = fill.chain.apply(fill.prepared, drawable_PV, at).astype(jnp.float32)
+    final_PV = fill.chain.apply(fill.chain_state, drawable_PV, at).astype(jnp.float32)
     tokens_P = filled.proposal.tokens_BL.reshape(-1)[places_P]
     probability_P = jnp.exp(draw.log_prob(final_PV, tokens_P))
     count_P, _ = vocab.count_and_entropy(final_PV)

@@ -25,7 +25,7 @@ from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable, with_rules
 from dlm_jax.sampling.transforms import TopK
 from dlm_jax.sampling.transforms.structure import automaton_of
-from dlm_jax.sampling.transforms.transform import Pointwise
+from dlm_jax.sampling.transforms.transform import Pointwise, refuse_memory
 from dlm_jax.settings import UNSET, SettingError, require
 from dlm_jax.structured import regex_of_schema
 from dlm_jax.structured.automaton import Automaton
@@ -189,6 +189,7 @@ def check_settings(model: Model, sample: SamplingParams) -> None:
 
 def check_trace(sample: SamplingParams) -> None:
     """Raises ValueError for settings that do not support traces and replay."""
+    refuse_memory(sample, "has no trace, because it depends on the parameters")
     for rule in sample.table.of(sample):
         rule.check_trace(sample)
 

@@ -296,7 +296,7 @@ def fill_input(
         is_open_BL=is_open_BL,
         is_seen_BL=is_seen_BL,
         chain=chain,
-        prepared=chain.prepare(state.chain_state, context),
+        chain_state=chain.init(context, state.chain_state),
         key_B=step_keys(state)[0],
         rule=state.rules.commit,
         rule_state=state.rule_state,

@@ -403,7 +403,7 @@ def _slot_of(cls: type[Rule]) -> str:
         remedy = "decorate it with dlm_jax.rule and subclass one of "
         remedy += ", ".join(map(base_name, slots.values()))
         raise ValueError(f"rule {cls.__name__} has no kind; {remedy}")
-    for name in sorted(cls.__abstractmethods__):
+    for name in sorted(vars(cls)["__abstractmethods__"]):
         owner = next(c for c in cls.__mro__ if name in vars(c))
         raise ValueError(f"rule {cls.__name__} lacks {name}(), which {owner.__name__} requires")
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]

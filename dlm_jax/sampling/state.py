@@ -44,7 +44,7 @@ class State(NamedTuple):
     committed_BL: jax.Array
     row: RowParams
     rules: Rules
-    chain_state: Any  # of the logit transforms
+    chain_state: Any  # of the logit transforms that have a memory
     block: CurrentBlock
     edits: EditState | None  # None without an edit rule
     cache: CacheState | None  # None without a KV cache
@@ -109,7 +109,7 @@ def start(
         committed_BL=jnp.full(tokens_BL.shape, -1, jnp.int32),
         row=row,
         rules=rules,
-        chain_state=rules.chain.init(num_rows),
+        chain_state=(),
         block=block,
         edits=None if edit is None else start_edits(edit, canvas, row, mask_id=mask_id),
         cache=None if rules.cache is None else CacheState((), (), jnp.zeros(num_rows, jnp.int32)),
@@ -120,8 +120,9 @@ def start(
         remask_state=() if rules.remask is None else rules.remask.init(*tokens_BL.shape),
         records=start_records(tokens_BL, num_traced) if num_traced else None,
     )
+    chain_state = rules.chain.start(visible_context(state, mask_id=mask_id))
     # `advance` donates the state, so all buffers must be distinct and not shared with other arrays.
-    return jax.tree.map(jnp.copy, state)
+    return jax.tree.map(jnp.copy, state._replace(chain_state=chain_state))
 
 
 def start_records(tokens_BL: jax.Array, num_steps: int) -> dict[str, jax.Array]:

@@ -63,7 +63,7 @@ class Favour(dlm_jax.LogitTransform):
         dlm_jax.Setting("favoured", (), "ids", parse=_tuple, hint=tuple[int, ...])
     )
 
-    def apply(self, prepared, logits_NV, at):
+    def apply(self, state, logits_NV, at):
         """The logits as they are."""
         return logits_NV
 

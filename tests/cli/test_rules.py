@@ -27,7 +27,7 @@ class Shift(LogitTransform):
     """Adds to one logit."""
     shift_B: object = per_row(Setting("my_setting", 0.0, "added to the logit of id 3"))
 
-    def apply(self, prepared, logits_NV, at):
+    def apply(self, state, logits_NV, at):
         return logits_NV.at[:, 3].add(1e6 * self.shift_B[at.row_N])
 '''
 TINY = ["--chain", "temperature,shift", "--gen-length", "6", "--steps", "6", "--ignore-eos"]

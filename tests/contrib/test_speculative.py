@@ -81,7 +81,7 @@ def test_a_draft_or_what_replaces_it_has_the_true_distribution():
         return lambda places_N: jnp.tile(jnp.log(jnp.float32(probabilities)), (places_N.size, 1))
 
     chain = SimpleNamespace(
-        apply=lambda prepared, logits_NV, at: logits_NV,
+        apply=lambda state, logits_NV, at: logits_NV,
         is_greedy=lambda at: jnp.zeros(at.index_N.shape, bool),
     )
 
@@ -89,7 +89,7 @@ def test_a_draft_or_what_replaces_it_has_the_true_distribution():
         keys_N = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(2), places_N)
         return At(jnp.zeros_like(places_N), places_N, keys_N, is_real_N)
 
-    fill: Any = SimpleNamespace(chain=chain, prepared=(), at=at, chunk=512, logits=rows(q))
+    fill: Any = SimpleNamespace(chain=chain, chain_state=(), at=at, chunk=512, logits=rows(q))
     fill.is_open_BL = draft_BL >= 0
     found = jax.jit(lambda draft_BL: _verified(fill, draft_BL, rows(p)))(draft_BL)
     is_accepted, other = (np.asarray(x)[0] for x in found[:2])

@@ -42,7 +42,7 @@ class Shift(dlm_jax.LogitTransform):
 
     shift_B: jnp.ndarray = per_row(SHIFT)
 
-    def apply(self, prepared, logits_NV, at):
+    def apply(self, state, logits_NV, at):
         """The logits with the row's number added at id 3."""
         return logits_NV.at[:, 3].add(self.shift_B[at.row_N])
 

@@ -182,17 +182,17 @@ def test_the_slope_through_every_transform_is_that_of_finite_differences():
     chain = BUILT_IN.pack([sample], ModelFacts(vocab_size=300, banned_ids=(0,), eos_ids=(1,))).chain
     places, zeros = jnp.arange(8, dtype=jnp.int32)[None], jnp.zeros(4, jnp.int32)
     context = Context(5 * places, places - 1, jnp.ones((1, 8), bool), jnp.array([8]))
-    prepared = chain.prepare(chain.init(1), context)
+    state = chain.init(context)
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     at = At(zeros, places[0, :4], keys, jnp.ones(4, bool))
     rng = np.random.default_rng(0)
     logits = jnp.asarray(2.0 * rng.standard_normal((4, 300)), jnp.float32)
     change = jnp.asarray(rng.standard_normal((4, 300)), jnp.float32)
-    ids = jnp.argmax(jax.jit(lambda x: chain.apply(prepared, x, at))(logits), axis=1)
+    ids = jnp.argmax(jax.jit(lambda x: chain.apply(state, x, at))(logits), axis=1)
 
     @jax.jit
     def total(x):
-        return log_prob(chain.apply(prepared, x, at), ids).sum()
+        return log_prob(chain.apply(state, x, at), ids).sum()
 
     slope = float(jnp.sum(jax.jit(jax.grad(total))(logits) * change))
     wanted = float(total(logits + 1e-3 * change) - total(logits - 1e-3 * change)) / 2e-3

@@ -20,6 +20,7 @@ from dlm_jax.model.transformer import build
 from dlm_jax.sampling.commit import CommitRule
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.mask_step import step
+from dlm_jax.sampling.state import visible_context
 from dlm_jax.sampling.transforms import Mirostat, chain
 from dlm_jax.settings import pytree
 from dlm_jax.types import Status
@@ -267,7 +268,8 @@ def test_mirostat_learns_how_likely_the_committed_tokens_were_after_the_whole_ch
         Mirostat(every(2), every(tau), every(eta), every(1), vocab_size=toy.VOCAB_SIZE),
     )
     rules = state.rules._replace(chain=steered)
-    state = state._replace(rules=rules, chain_state=steered.init(ROWS))
+    chain_state = steered.start(visible_context(state, mask_id=toy.MASK))
+    state = state._replace(rules=rules, chain_state=chain_state)
     mus = [mirostat.start(tau)] * ROWS
     for number in range(2):
         before = np.asarray(state.canvas.tokens_BL)

@@ -137,7 +137,7 @@ class Shift(LogitTransform):
     '''Adds to one logit.'''
     shift_B: object = per_row(Setting("my_shift", 0.0, "added to the logit of id 3"))
 
-    def apply(self, prepared, logits_NV, at):
+    def apply(self, state, logits_NV, at):
         return logits_NV.at[:, 3].add(self.shift_B[at.row_N])
 """
 

@@ -19,8 +19,8 @@ from dlm_jax.randomness import salted
 from dlm_jax.sampling.positions import fold, place_of_largest, put
 from dlm_jax.sampling.propose.fill import FillInput, FillOutput, FillRule
 from dlm_jax.sampling.transforms.structure import STRUCTURE, automaton_of
-from dlm_jax.sampling.transforms.transform import At, has_feedback
-from dlm_jax.settings import UNSET, SettingError, per_row, require, require_values, rule
+from dlm_jax.sampling.transforms.transform import At, refuse_memory
+from dlm_jax.settings import UNSET, per_row, require, require_values, rule
 from dlm_jax.structured.automaton import Arcs, stack_arcs
 from dlm_jax.types import left_of, live_positions, right_of
 
@@ -77,10 +77,7 @@ class Constrained(FillRule):
         why = "ends with EOS, which ignore_eos bans"
         require(not row.ignore_eos, "structure", UNSET, why, "remove one of them")
         why = f"depends on draws of single tokens, but fill={cls.name!r} draws them jointly"
-        for used in row.table.chained(row):
-            if has_feedback(used) and used.is_used(row):
-                name = next(s.name for s in used.settings() if s.activates)
-                raise SettingError(name, getattr(row, name), why, f"leave {name} at its default")
+        refuse_memory(row, why)
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
@@ -148,7 +145,7 @@ class Constrained(FillRule):
         row_N, key_N = at.row_N, at.key_N
         clean_NV = clean_NV.astype(jnp.float32)
         from_NV = clean_NV if drawable_NV is None else drawable_NV
-        final_NV = fill.chain.apply(fill.prepared, from_NV, at)
+        final_NV = fill.chain.apply(fill.chain_state, from_NV, at)
         is_greedy_N = fill.chain.is_greedy(at)
         ids_NJM, class_NM = self.arcs.ids_JM[row_N], self.arcs.class_M[row_N]
         left_NJM = _of_ids(final_NV, ids_NJM)

@@ -76,7 +76,7 @@ class FillInput:
       is_open_BL: True where a candidate is needed. The current token there is not visible.
       is_seen_BL: True at tokens that candidates at neighbouring positions are conditioned on.
       chain: logit transforms applied to the clean logits before the draw.
-      prepared: the values of `Chain.prepare` for this step.
+      chain_state: the states of the transforms for this step.
       key_B: typed random key of each row. The key of a position is ``fold_in(key, index)``.
       rule: the commit or noise rule, which scores the candidates; None scores them by their
         log-probability.
@@ -100,7 +100,7 @@ class FillInput:
     is_open_BL: jax.Array
     is_seen_BL: jax.Array
     chain: Chain
-    prepared: Any
+    chain_state: Any
     key_B: jax.Array
     rule: OrderRule | None = None
     rule_state: Any = ()
@@ -160,14 +160,14 @@ class FillInput:
         is_drawn_N = is_real_N if own_N is None else is_real_N & (own_N < 0)
         at = self.at(places_N, is_drawn_N)
         from_NV = clean_NV if drawable_NV is None else drawable_NV
-        ids_N, final_logprob_N = self.chain.draw(self.prepared, from_NV, at)
+        ids_N, final_logprob_N = self.chain.draw(self.chain_state, from_NV, at)
         if own_N is not None:
             ids_N = jnp.where(own_N >= 0, own_N, ids_N)
         new: dict[str, Any] = {}
         final_NV = None
         if self.signal_BLD is not None:
             assert self.network.signal is not None
-            final_NV = self.chain.apply(self.prepared, clean_NV, at)
+            final_NV = self.chain.apply(self.chain_state, clean_NV, at)
             new["signal_BLD"] = self.network.signal(self.params, final_NV)
         logprob_N, score_N, rule_state_N = self.score_ids(
             clean_NV, ids_N, at, drawable_NV, final_NV
@@ -230,7 +230,7 @@ class FillInput:
             if drawable_NV is None and final_NV is not None:
                 return final_NV
             from_NV = clean_NV if drawable_NV is None else drawable_NV
-            return self.chain.apply(self.prepared, from_NV, at)
+            return self.chain.apply(self.chain_state, from_NV, at)
 
         num_positions = self.tokens_BL.shape[1]
         places_N = at.row_N * num_positions + at.index_N
@@ -254,7 +254,7 @@ class FillInput:
 
         The result is 0 in greedy rows, which do not sample.
         """
-        final_NV = self.chain.apply(self.prepared, drawable_NV, at)
+        final_NV = self.chain.apply(self.chain_state, drawable_NV, at)
         return jnp.where(self.chain.is_greedy(at), 0.0, log_prob(final_NV, ids_N))
 
 
@@ -362,7 +362,7 @@ def fill_canvas(
         is_open_BL=is_open_BL,
         is_seen_BL=is_seen_BL,
         chain=full,
-        prepared=full.prepare(full.init(num_rows), context),
+        chain_state=full.init(context),
         key_B=key_B,
         preference_BL=preference_BL,
         banned_ids=banned_ids,

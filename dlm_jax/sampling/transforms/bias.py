@@ -102,7 +102,7 @@ class LogitBias(LogitTransform):
     def is_active(self) -> Array:
         return (self.bias_BK != 0).any(-1)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
         rows_N1 = jnp.arange(logits_NV.shape[0])[:, None]
         bias_NK = self.bias_BK[at.row_N]
         # entries with bias 0 are dropped, because adding 0.0 would turn -0.0 into 0.0

@@ -25,7 +25,7 @@ from dlm_jax.sampling.transforms.transform import (
     LogitTransform,
     Pointwise,
     function_transform,
-    has_feedback,
+    has_memory,
 )
 from dlm_jax.sampling.transforms.truncate import MAX_CANDIDATES, TopK
 from dlm_jax.settings import pytree
@@ -48,10 +48,10 @@ def run_all(steps: _Steps, logits_NV: Array, at: At) -> Array:
         return logits_NV
 
     def run(x_NV: Array) -> Array:
-        for t, prepared in steps:
+        for t, state in steps:
 
-            def apply(x_NV: Array, t: Any = t, prepared: Any = prepared) -> Array:
-                new_NV = t.apply(prepared, x_NV, at)
+            def apply(x_NV: Array, t: Any = t, state: Any = state) -> Array:
+                new_NV = t.apply(state, x_NV, at)
                 return returned(new_NV, t, "apply", "N, V", x_NV.shape, jnp.float32)
 
             x_NV = jax.lax.cond(any_active([t], at), apply, lambda x: x, x_NV)
@@ -74,10 +74,6 @@ class Chain:
     transforms: tuple[Any, ...]
     names: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
-    def init(self, num_rows: int) -> tuple[Any, ...]:
-        """State of each transform."""
-        return tuple(t.init(num_rows) for t in self.transforms)
-
     def at_progress(self, progress_B: Array) -> Chain:
         """The chain for a step; `progress_B` is the fraction of steps taken, in [0, 1]."""
         moved = (
@@ -85,16 +81,22 @@ class Chain:
         )
         return replace(self, transforms=tuple(moved))
 
-    def prepare(self, state: tuple[Any, ...], context: Context) -> tuple[Any, ...]:
-        """The prepared values of each transform for a step."""
-        return tuple(t.prepare(s, context) for t, s in zip(self.transforms, state, strict=True))
+    def start(self, context: Context) -> tuple[Any, ...]:
+        """The memory before the first step: the state of each transform that has one, else `()`."""
+        return tuple(t.init(context) if has_memory(t) else () for t in self.transforms)
+
+    def init(self, context: Context, memory: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
+        """State of each transform for a step; a `memory` of None is that before the first step."""
+        kept = self.start(context) if memory is None else memory
+        pairs = zip(self.transforms, kept, strict=True)
+        return tuple(one if has_memory(t) else t.init(context) for t, one in pairs)
 
     def update(
-        self, state: tuple[Any, ...], is_committed_BL: Array, proposal: Any
+        self, memory: tuple[Any, ...], is_committed_BL: Array, proposal: Any
     ) -> tuple[Any, ...]:
-        """State of each transform after the commits of a step."""
-        pairs = zip(self.transforms, state, strict=True)
-        return tuple(t.update(s, is_committed_BL, proposal) for t, s in pairs)
+        """The memory after the commits of a step."""
+        pairs = zip(self.transforms, memory, strict=True)
+        return tuple(t.update(one, is_committed_BL, proposal) for t, one in pairs)
 
     def banned(self, num_rows: int, vocab_size: int) -> Array:
         """True `[B, V]` where a bias of -inf bans the id for the row."""
@@ -114,10 +116,10 @@ class Chain:
                 is_greedy_N |= (t.temperature_B == 0)[at.row_N]
         return is_greedy_N
 
-    def apply(self, prepared: tuple[Any, ...], logits_NV: Array, at: At) -> Array:
+    def apply(self, state: tuple[Any, ...], logits_NV: Array, at: At) -> Array:
         """Logits `[N, V]`, float32, after every transform."""
         logits_NV = logits_NV.astype(jnp.float32)
-        steps = list(zip(self.transforms, prepared, strict=True))
+        steps = list(zip(self.transforms, state, strict=True))
         cut, is_few_N = self._few(logits_NV.shape[1], at)
         logits_NV = run_all(steps[:cut], logits_NV, at)
         if cut == len(steps):
@@ -136,7 +138,7 @@ class Chain:
 
     def draw(
         self,
-        prepared: tuple[Any, ...],
+        state: tuple[Any, ...],
         logits_NV: Array,
         at: At,
         *,
@@ -150,9 +152,9 @@ class Chain:
         makes one NaN.
         """
         if is_scored is None:
-            is_scored = any_active([t for t in self.transforms if has_feedback(t)], at)
+            is_scored = any_active([t for t in self.transforms if has_memory(t)], at)
         logits_NV = logits_NV.astype(jnp.float32)
-        steps = list(zip(self.transforms, prepared, strict=True))
+        steps = list(zip(self.transforms, state, strict=True))
         noise = drawing.noise(at.key_N)
         zeros_N = jnp.zeros(at.row_N.shape, jnp.float32)
         none = jnp.zeros(at.row_N.shape, jnp.int32), zeros_N
@@ -199,14 +201,14 @@ class Chain:
         """Index of the first top-k after which no transform reads ids (the number of transforms if
         there is none), and True `[N]` for the real positions that continue with its candidates.
 
-        Greedy rows and rows with a feedback controller later in the chain are excluded.
+        Greedy rows and rows with a memory later in the chain are excluded.
         """
         for place, t in enumerate(self.transforms):
             later = self.transforms[place + 1 :]
             if isinstance(t, TopK) and all(isinstance(t, Pointwise) for t in later):
                 top_k_N = t.count()[at.row_N]
                 is_few_N = (top_k_N > 0) & (top_k_N <= min(MAX_CANDIDATES, num_logits))
-                for t in filter(has_feedback, later):
+                for t in filter(has_memory, later):
                     is_few_N &= ~t.is_active()[at.row_N]
                 return place, is_few_N & ~self.is_greedy(at) & at.is_real_N
         return len(self.transforms), jnp.zeros(at.row_N.shape, bool)
@@ -216,7 +218,7 @@ class Chain:
         rank_1K = jnp.arange(few_NK.shape[1], dtype=jnp.int32)[None]
         top_k_N = self.transforms[cut].count()[at.row_N]
         few_NK = jnp.where(rank_1K < top_k_N[:, None], few_NK, -jnp.inf)
-        return run_all([step for step in steps[cut + 1 :] if not has_feedback(step[0])], few_NK, at)
+        return run_all([step for step in steps[cut + 1 :] if not has_memory(step[0])], few_NK, at)
 
 
 def _candidates(is_few_N: Array, logits_NV: Array) -> tuple[Array, Array]:

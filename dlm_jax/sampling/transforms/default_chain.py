@@ -18,7 +18,7 @@ from dlm_jax.sampling.transforms.chain import Chain, chain
 from dlm_jax.sampling.transforms.mirostat import Mirostat
 from dlm_jax.sampling.transforms.penalties import Dry, Penalties
 from dlm_jax.sampling.transforms.temperature import TEMPERATURE_END, Temperature
-from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
+from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform, has_memory
 from dlm_jax.sampling.transforms.truncate import MinP, TopK, TopNSigma, TopP, TypicalP, Xtc
 from dlm_jax.settings import UNSET, SettingError, nearest
 
@@ -93,8 +93,7 @@ def sample_logits(
     order_NP = jnp.broadcast_to(jnp.arange(previous_NP.shape[1]), previous_NP.shape)
     context = Context(jnp.maximum(previous_NP, 0), order_NP, is_token_NP, length_N)
     at = At(jnp.arange(num_rows, dtype=jnp.int32), length_N, key, jnp.ones(num_rows, bool))
-    prepared = full.prepare(full.init(num_rows), context)
-    return full.draw(prepared, logits, at, is_scored=is_scored)
+    return full.draw(full.init(context), logits, at, is_scored=is_scored)
 
 
 def chain_of(params: Mapping[str, ArrayLike] | Chain, num_rows: int, vocab_size: int) -> Chain:
@@ -105,7 +104,7 @@ def chain_of(params: Mapping[str, ArrayLike] | Chain, num_rows: int, vocab_size:
         return jax.tree.map(
             lambda x: jnp.broadcast_to(x, (num_rows,)) if jnp.ndim(x) == 0 else x, params
         )
-    classes = [cls for cls in TRANSFORMS.values() if cls.init is LogitTransform.init]
+    classes = [cls for cls in TRANSFORMS.values() if not has_memory(cls)]
     known = {s.name: s for cls in classes for s in cls.settings() if not s.is_list}
     known.pop(TEMPERATURE_END.name)  # it depends on the step
     for name, value in params.items():

@@ -63,13 +63,9 @@ class Mirostat(Pointwise):
     def yields(cls, row: Any) -> bool:
         return is_greedy(row)
 
-    def init(self, num_rows: int) -> Array:
+    def init(self, context: Context) -> Array:
         """The initial mu of each row, `2 tau`."""
         return 2.0 * self.tau_B
-
-    def prepare(self, state: Array, context: Context) -> Array:
-        """Returns the state, because mu is constant within a step."""
-        return state
 
     def update(self, state: Array, is_committed_BL: Array, proposal: Any) -> Array:
         """The value of mu after the commits of a step; unchanged in rows without commits."""
@@ -79,8 +75,8 @@ class Mirostat(Pointwise):
         error_B = total_B / jnp.maximum(count_B, 1) - self.tau_B
         return jnp.where(self.is_active() & (count_B > 0), state - self.eta_B * error_B, state)
 
-    def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
-        version_N, mu_N = self.version_B[at.row_N], prepared[at.row_N]
+    def apply(self, state: Array, logits_NV: Array, at: At) -> Array:
+        version_N, mu_N = self.version_B[at.row_N], state[at.row_N]
         min_keep_N = self.min_keep_B[at.row_N]
 
         def first(logits_NV: Array) -> Array:

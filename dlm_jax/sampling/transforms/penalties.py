@@ -75,7 +75,7 @@ class Penalties(LogitTransform):
         is_set_B = (self.repetition_B != 1) | (self.frequency_B != 0) | (self.presence_B != 0)
         return is_set_B & (self.last_n_B != 0)
 
-    def prepare(self, state: Any, context: Context) -> Array:
+    def init(self, context: Context) -> Array:
         """Number of occurrences of each id among the newest `last_n_B` tokens, float32 `[B, V]`."""
         B = context.tokens_BL.shape[0]
 
@@ -92,8 +92,8 @@ class Penalties(LogitTransform):
         # copied.
         return jax.lax.cond(self.is_active().any(), count, nothing)
 
-    def apply(self, prepared: Array, logits_NV: Array, at: At) -> Array:
-        count_NV = prepared[at.row_N]
+    def apply(self, state: Array, logits_NV: Array, at: At) -> Array:
+        count_NV = state[at.row_N]
         repetition_N1 = self.repetition_B[at.row_N][:, None]
         scaled_NV = jnp.where(logits_NV > 0, logits_NV / repetition_N1, logits_NV * repetition_N1)
         shift_NV = count_NV * self.frequency_B[at.row_N][:, None]
@@ -127,13 +127,13 @@ class Dry(LogitTransform):
     )
     breakers_BK: Array = per_row(DRY_BREAKERS, column=lambda rows: padded(rows, -1, np.int32))
 
-    def prepare(self, state: Any, context: Context) -> tuple[Array, ...]:
+    def init(self, context: Context) -> tuple[Array, ...]:
         """The tokens of each row, True where a token is visible, and True at breakers."""
         is_breaker_BL = (context.tokens_BL[:, :, None] == self.breakers_BK[:, None, :]).any(-1)
         return context.tokens_BL, context.is_visible_BL, is_breaker_BL
 
-    def apply(self, prepared: tuple[Array, ...], logits_NV: Array, at: At) -> Array:
-        tokens_NL, is_visible_NL, is_breaker_NL = (x_BL[at.row_N] for x_BL in prepared)
+    def apply(self, state: tuple[Array, ...], logits_NV: Array, at: At) -> Array:
+        tokens_NL, is_visible_NL, is_breaker_NL = (x_BL[at.row_N] for x_BL in state)
         N, L = tokens_NL.shape
         place_1L = jnp.arange(L, dtype=jnp.int32)[None]
         index_N1 = at.index_N[:, None].astype(jnp.int32)

@@ -84,7 +84,7 @@ class Structure(LogitTransform):
     def is_active(self) -> Array:
         return self.arcs.start > 0
 
-    def prepare(self, state: Any, context: Context) -> tuple[Array, Array]:
+    def init(self, context: Context) -> tuple[Array, Array]:
         """The states reachable before each position, and the states after it from which the text
         can end; bool ``[B, L, S]`` each.
         """
@@ -152,9 +152,9 @@ class Structure(LogitTransform):
         _, behind_LBS = jax.lax.scan(back, self.arcs.is_final_S, by_place, reverse=True)
         return jnp.moveaxis(before_LBS, 0, 1), jnp.moveaxis(behind_LBS, 0, 1)
 
-    def apply(self, prepared: tuple[Array, Array], logits_NV: Array, at: At) -> Array:
+    def apply(self, state: tuple[Array, Array], logits_NV: Array, at: At) -> Array:
         next_BDS, label_BDS, is_member_BCK, class_of_BV, *_ = self.arcs
-        before_NS, behind_NS = (states_BLS[at.row_N, at.index_N] for states_BLS in prepared)
+        before_NS, behind_NS = (states_BLS[at.row_N, at.index_N] for states_BLS in state)
 
         def of_arcs(label_NI: Array, next_NI: Array, leaves_NI: Array) -> Array:
             """The labels of arcs that end in a state from which the text can end, ``[N, K]``."""

@@ -99,7 +99,7 @@ class Temperature(Pointwise):
     def is_active(self) -> Array:
         return (self.temperature_B != 0) & ((self.temperature_B != 1) | (self.range_B != 0))
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
         is_dynamic_N = ((self.temperature_B != 0) & (self.range_B != 0))[at.row_N]
         divisor_N = jnp.where(
             is_dynamic_N | ~self.is_active()[at.row_N], 1.0, self.temperature_B[at.row_N]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from dlm_jax.settings import Rule, Setting, per_row, require, rule
+from dlm_jax.settings import UNSET, Rule, Setting, SettingError, per_row, rule
 from dlm_jax.types import returned
 
 
@@ -56,28 +56,17 @@ class LogitTransform(Rule, ABC):
     A disabled row's logits are returned bitwise unchanged. In enabled rows, `-inf` stays `-inf`,
     and at least one candidate per position remains. Inputs are float32 without NaN or +inf.
 
-    Only `apply` is required. By default, a transform has no state and reads no context.
-    `prepare` is separate from `apply`, which runs once per chunk of positions.
+    Only `apply` is required. A transform that defines `update` has a memory, whose state before the
+    first step is that of `init`. Without `update`, `init` runs before every step, and its state,
+    made from the visible canvas, lasts for this step.
     """
 
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        """Raises for a transform with a state, because the state depends on the parameters."""
-        name = next((s.name for s in cls.settings() if s.activates), cls.name)
-        why, value = "has no trace, because it has state", getattr(row, name, True)
-        is_plain = cls.init is LogitTransform.init or not cls.is_used(row)
-        require(is_plain, name, value, why, "leave it at its default")
-
-    def init(self, num_rows: int) -> Any:
-        """State before the first step; `()` if there is none."""
-        return ()
-
-    def prepare(self, state: Any, context: Context) -> Any:
-        """Values that are computed once per step and row, such as a table of counts."""
+    def init(self, context: Context) -> Any:
+        """State with an entry per row, such as a table of counts; by default `()`."""
         return ()
 
     @abstractmethod
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
         """The logits `[N, V]` after this transform; called once per chunk of a step."""
 
     def update(self, state: Any, is_committed_BL: Array, proposal: Any) -> Any:
@@ -87,10 +76,19 @@ class LogitTransform(Rule, ABC):
         return state
 
 
-def has_feedback(transform: Any) -> bool:
+def has_memory(transform: Any) -> bool:
     """True if a transform, or its class, reads the log-probabilities of committed tokens."""
     cls = transform if isinstance(transform, type) else type(transform)
     return cls.update is not LogitTransform.update
+
+
+def refuse_memory(row: Any, why: str) -> None:
+    """Raises SettingError for a transform with a memory that a row uses."""
+    for used in row.table.chained(row):
+        if has_memory(used) and used.is_used(row):
+            name = next((s.name for s in used.settings() if s.activates), used.name)
+            remedy = f"leave {name} at its default"
+            raise SettingError(name, getattr(row, name, UNSET), why, remedy)
 
 
 _NUMBERS = itertools.count(1)
@@ -105,7 +103,7 @@ def _function_class(function: Callable[..., Any]) -> type[LogitTransform]:
     class Function(LogitTransform):
         is_on_B: Array = per_row(Setting(name, False, "a function of the logits"))
 
-        def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+        def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
             new_NV = returned(
                 function(logits_NV), name, "apply", "N, V", logits_NV.shape, jnp.float32
             )

@@ -310,7 +310,7 @@ class TopK(Truncation):
     def count(self) -> Array:
         return jnp.where(self.k_B > 0, jnp.maximum(self.k_B, self.min_keep_B), 0)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
         count_N = self.count()[at.row_N]
         return keep_largest(logits_NV, jnp.where(count_N > 0, count_N, logits_NV.shape[1]))
 
@@ -329,7 +329,7 @@ class TopP(Truncation):
     )
     min_keep_B: Array = per_row(MIN_KEEP)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
         p_N = self.p_B[at.row_N]
         # The set of kept tokens has no derivative.
         max_N, total_N = vocab.exp_sum(jax.lax.stop_gradient(logits_NV))
@@ -364,7 +364,7 @@ class TypicalP(Truncation):
     )
     min_keep_B: Array = per_row(MIN_KEEP)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
         seen_NV = jax.lax.stop_gradient(logits_NV)
         max_N, total_N = vocab.exp_sum(seen_NV)
         log_total_N = jnp.log(total_N)
@@ -397,7 +397,7 @@ class MinP(Truncation):
     )
     min_keep_B: Array = per_row(MIN_KEEP)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
         is_active_N = self.is_active()[at.row_N]
         fraction_N = jnp.where(is_active_N, self.p_B[at.row_N], 1.0)
         floor_N = vocab.maximum(logits_NV) + jnp.log(fraction_N)
@@ -424,7 +424,7 @@ class TopNSigma(Truncation):
     def is_active(self) -> Array:
         return self.n_B > 0
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
         half_max_N = vocab.maximum(logits_NV) * 0.5
         range_N = half_max_N - vocab.minimum(logits_NV) * 0.5
         range_N = jnp.where(range_N > 0, range_N, 1.0)
@@ -479,7 +479,7 @@ class Xtc(Truncation):
     def is_active(self) -> Array:
         return (self.probability_B > 0) & (self.threshold_B <= 0.5)
 
-    def apply(self, prepared: Any, logits_NV: Array, at: At) -> Array:
+    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
         max_N, total_N = vocab.exp_sum(logits_NV)
         floor_N = max_N + jnp.log(self.threshold_B[at.row_N] * total_N)
 

@@ -62,7 +62,7 @@ def _filled(hidden_BLD, is_open_BL, *, network=NETWORK, chain=None, **more):
         "is_open_BL": is_open_BL,
         "is_seen_BL": context.is_visible_BL,
         "chain": chain,
-        "prepared": chain.prepare(chain.init(ROWS), context),
+        "chain_state": chain.init(context),
         "key_B": _keys(),
     }
     return Parallel().propose(FillInput(**fill | more))
@@ -86,8 +86,7 @@ def _all_at_once(hidden_BLD, is_open_BL, keys_B):
     key_N = jax.vmap(jax.random.fold_in)(keys_B[row_N], index_N)
     clean_NV = hidden_BLD.reshape(total, -1) * PARAMS["scale"]
     at = At(row_N, index_N, key_N, jnp.ones(total, bool))
-    prepared = chain.prepare(chain.init(ROWS), _context(is_open_BL))
-    ids_N, _ = chain.draw(prepared, clean_NV, at)
+    ids_N, _ = chain.draw(chain.init(_context(is_open_BL)), clean_NV, at)
     logprob_NV = jax.nn.log_softmax(clean_NV)
     logprob_N = jnp.take_along_axis(logprob_NV, ids_N[:, None], axis=1)[:, 0]
     confidence_N = clean_NV.max(-1) + logprob_N
@@ -224,7 +223,7 @@ def test_a_row_whose_tokens_are_only_scored_does_not_end_because_of_the_draws_of
     class OnlyReal(tf.LogitTransform):
         is_on_B: jax.Array = per_row(Setting("only_real", False, "leaves NaN at padding"))
 
-        def apply(self, prepared, logits_NV, at):
+        def apply(self, state, logits_NV, at):
             return jnp.where(at.is_real_N[:, None], logits_NV, jnp.nan)
 
     hidden_BLD, _ = _example()

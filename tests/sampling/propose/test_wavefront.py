@@ -199,7 +199,7 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int) -> FillOutp
             is_seen_BL=canvas.is_visible_BL,
             own_BL=own_BL,
             chain=full,
-            prepared=full.prepare(full.init(ROWS), context),
+            chain_state=full.init(context),
             key_B=jax.vmap(jax.random.key)(canvas.seed_B),
             rule=types.SimpleNamespace(
                 score=lambda state, logits_NV, drawn: (_measure(logits_NV, drawn.logprob_N), ())

@@ -9,7 +9,7 @@ import toy
 from canvases import ROWS, Row, holes
 from oracles.rules import annealed_temperature
 
-from dlm_jax.sampling.state import step_chain
+from dlm_jax.sampling.state import step_chain, visible_context
 from dlm_jax.sampling.transforms import Temperature, chain
 
 
@@ -20,7 +20,8 @@ def _state(rows, last):
     moving = Temperature(first_B, last_B=jnp.array(last, jnp.float32))
     chained = chain(bans, moving)
     rules = state.rules._replace(chain=chained)
-    return state._replace(rules=rules, chain_state=chained.init(ROWS))
+    chain_state = chained.start(visible_context(state, mask_id=toy.MASK))
+    return state._replace(rules=rules, chain_state=chain_state)
 
 
 def test_temperature_goes_evenly_to_the_last_step_or_the_last_hole():

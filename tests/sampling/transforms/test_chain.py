@@ -86,7 +86,7 @@ def test_one_trace_while_every_parameter_changes(name):
     @jax.jit
     def apply(transform, x, place, scene):
         traces.append(name)
-        return transform.apply(transform.prepare(transform.init(tc.NUM_ROWS), scene), x, place)
+        return transform.apply(transform.init(scene), x, place)
 
     on, off = ((full_chain(v) if name == "all" else CASES[name](v, VOCAB)) for v in (True, False))
     halves = jax.tree.map(lambda a: a * 0 if a.dtype != bool else ~a, on)
@@ -138,8 +138,7 @@ def _costly_outside_conditionals(jaxpr) -> set[str]:
 
 def test_no_sort_or_pass_over_the_vocabulary_runs_when_no_row_asks():
     def apply(chain, x, place):
-        prepared = chain.prepare(chain.init(tc.NUM_ROWS), tc.context())
-        return chain.apply(prepared, x, place)
+        return chain.apply(chain.init(tc.context()), x, place)
 
     jaxpr = jax.make_jaxpr(apply)(full_chain(), tc.logits("normal", 0), tc.at())
     assert _costly_outside_conditionals(jaxpr.jaxpr) == set()

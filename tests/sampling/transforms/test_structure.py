@@ -82,7 +82,7 @@ def _left():
         order[row, given:] = 0
     transform = Structure.pack([_Row(pattern) for pattern, _, _ in ROWS], None)
     context = Context(*map(jnp.asarray, (tokens, order, is_visible, length)))
-    ways = transform.prepare((), context)
+    ways = transform.init(context)
     holes = np.argwhere(tokens == MASK)
     at = At(
         jnp.asarray(holes[:, 0], jnp.int32), jnp.asarray(holes[:, 1], jnp.int32), jnp.zeros(0),
