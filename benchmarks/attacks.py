@@ -39,7 +39,7 @@ from dlm_jax import load
 from dlm_jax.cli import common, evaluation, sample, train
 from dlm_jax.data import load_corpus
 from dlm_jax.sampling.rules import BUILT_IN
-from dlm_jax.store import load_params, load_weights, save_weights
+from dlm_jax.store import load_params, save_weights
 
 ROOT = Path(__file__).parent.parent
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 40
@@ -119,7 +119,7 @@ def flips(folder: Path, count: int, rng: random.Random) -> Found:
 
     corpus()
     kinds: list[tuple[str, Iterable[Path], Callable[[], Any]]] = [
-        ("weights file", [weights], lambda: load_weights(weights)),
+        ("weights file", [weights], lambda: load_params(weights)),
         ("checkpoint", (out_dir / "checkpoints").rglob("*"),
          lambda: load_params(out_dir, report=unheard)),
         ("best checkpoint", (out_dir / "best").rglob("*"),

@@ -72,8 +72,8 @@ def with_heads(network: Network | None = None, **changes: Any) -> Task:
     return task(network or model(**WITH_HEADS), **given)
 
 
-def records(heads: HeadsConfig, **model: Any) -> tuple[Head, ...]:
-    """The records of the heads of a model, by default of all that a flag adds."""
+def records(heads: HeadsConfig, **model: Any) -> Mapping[str, Head]:
+    """The records of the heads of a model by name, by default of all that a flag adds."""
     return with_heads(heads=heads, model=toy.config(**(model or WITH_HEADS))).heads
 
 

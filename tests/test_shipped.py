@@ -15,7 +15,7 @@ import dlm_jax.config as configs
 from dlm_jax.cli import sample
 from dlm_jax.data.text import SHAKESPEARE_SHA256
 from dlm_jax.inference.request import only_chains_in_use
-from dlm_jax.store import load_weights
+from dlm_jax.store import load_params
 from dlm_jax.store.weights import DEFAULT
 from dlm_jax.store.weights import SHIPPED as MODELS
 
@@ -30,7 +30,7 @@ CORPUS = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 def test_the_default_is_one_of_them_and_each_names_its_text():
     assert DEFAULT in MODELS and set(MODELS) == set(CONFIGS)
     for path in MODELS.values():
-        assert load_weights(path)[1]["corpus"]["sha256"] == SHAKESPEARE_SHA256
+        assert load_params(path)[1]["corpus"]["sha256"] == SHAKESPEARE_SHA256
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -44,7 +44,7 @@ def test_it_was_trained_by_the_config_that_anyone_can_rerun(name):
                 assert getattr(getattr(there, section), key) == getattr(
                     getattr(ours, section), key
                 ), f"{section}.{key}"
-    bound = load_weights(MODELS[name])[1]["bound"]
+    bound = load_params(MODELS[name])[1]["bound"]
     assert f"{bound:.3f}" in text
 
 

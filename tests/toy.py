@@ -10,7 +10,6 @@ import numpy as np
 
 from dlm_jax.config import ModelConfig, OptimConfig
 from dlm_jax.distributed.partitions import axes_of, named_leaves
-from dlm_jax.heads import MAIN
 from dlm_jax.model.transformer import build
 from dlm_jax.training.optimisers import make_optimizer, rates_of
 from dlm_jax.types import Network, Params
@@ -37,7 +36,7 @@ def matrices(network: Network) -> set[str]:
 
 def optimizer(config: OptimConfig, *, num_steps: int, network: Network | None = None, **changes):
     """The optimiser of the main group of a run."""
-    rates = rates_of(config, num_steps=num_steps, **changes)[MAIN]
+    rates = rates_of(config, num_steps=num_steps, **changes)
     return make_optimizer(config, rates, axes=axes_of(network or build(ModelConfig(**SHAPE))))
 
 

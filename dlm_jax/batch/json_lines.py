@@ -10,12 +10,13 @@ import json
 import os
 import re
 import sqlite3
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from dlm_jax.store.files import Damaged, refuse_failures, replacing, with_crc, without_crc
+from dlm_jax.store.files import Damaged, refuse_failures, replacing
 
 Id = str | int
 Key = Id | tuple[Id, int]
@@ -380,3 +381,27 @@ def _open_locked(file: Path) -> io.FileIO:
                 "wait until it ends or choose another --output"
             ) from None
     return writer
+
+
+_ENDING = re.compile(rb', "crc": "([0-9a-f]{8})"\}')
+_ENDING_BYTES = len(', "crc": "00000000"}')
+
+
+def with_crc(line: bytes) -> bytes:
+    """The JSON line of a non-empty object with its checksum added, without a newline."""
+    return b'%s, "crc": "%08x"}' % (line[:-1], zlib.crc32(line))
+
+
+def without_crc(line: bytes) -> bytes:
+    """The line without its checksum.
+
+    Raises `Damaged` if the checksum is missing or wrong. Every single-bit flip and every error
+    burst of up to 32 bits is detected.
+    """
+    ending = _ENDING.fullmatch(line[-_ENDING_BYTES:])
+    if ending is None:
+        raise Damaged("it has no checksum")
+    plain = line[:-_ENDING_BYTES] + b"}"
+    if zlib.crc32(plain) != int(ending[1], 16):
+        raise Damaged("its checksum is wrong")
+    return plain

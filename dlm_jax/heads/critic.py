@@ -50,6 +50,7 @@ def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> H
     tokens.
     """
     settings, shows_noise = config.heads, not noise_process(config.objective).is_masked
+    start, end = settings.start_critic_iteration, settings.end_critic_iteration
     positions = functools.partial(
         critic_positions,
         mask_id=mask_id,
@@ -87,15 +88,14 @@ def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> H
             network, params, filled_BL, is_wrong_BL, is_judged_BL, length_B, num_judged
         )
 
-    return Head(
-        name=CRITIC,
-        draw=draw,
-        loss=loss,
-        trains_trunk=True,
-        start=settings.start_critic_iteration,
-        end=settings.end_critic_iteration,
-        weight=settings.critic_alpha,
-    )
+    def weight(step: jax.Array) -> jax.Array:
+        """0 at the start, ``critic_alpha`` from the end on, and linear in between."""
+        step, full = step.astype(jnp.float32), settings.critic_alpha
+        if end <= start:
+            return jnp.where(step >= start, full, 0.0)
+        return full * jnp.clip((step - start) / (end - start), 0.0, 1.0)
+
+    return Head(draw=draw, loss=loss, trains_trunk=True, start=start, weight=weight)
 
 
 def critic_positions(

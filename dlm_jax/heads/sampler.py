@@ -112,7 +112,7 @@ def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> H
         )
         return sampler_loss(network, params, inputs, drawn, num_supervised, mask_id=mask_id)
 
-    return Head(name=SAMPLER, draw=draw, loss=loss, start=settings.start_sampler_iteration)
+    return Head(draw=draw, loss=loss, start=settings.start_sampler_iteration)
 
 
 def prepare_sampler_inputs(

@@ -56,7 +56,7 @@ from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.settings import SettingError
 from dlm_jax.store.weights import path_of_model
 from dlm_jax.structured import Structures
-from dlm_jax.types import Network, Params
+from dlm_jax.types import Axes, Network, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,8 +305,10 @@ def load(
     axes: Params = {}
 
     def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding | None:
-        by_path = dict(named_leaves(axes))
-        return None if mesh is None else NamedSharding(mesh, partition(by_path[name], shape, mesh))
+        if mesh is None:
+            return None
+        known = dict(named_leaves(axes)).get(name, Axes())  # a custom head has none
+        return NamedSharding(mesh, partition(known, shape, mesh))
 
     if is_published(path):
         to = None if dtype == "stored" else dtype
@@ -350,7 +352,7 @@ def load(
             to = stored.dtype if dtype == "stored" else jax.numpy.dtype(dtype or "float32")
             return jax.ShapeDtypeStruct(stored.shape, to, sharding=sharding(name, stored.shape))
 
-        params, meta = store.load_any(path, abstract, place=place, report=report)
+        params, meta = store.load_params(path, abstract, place=place, report=report)
         assert isinstance(network, Network)
         num_devices = 1 if mesh is None else mesh.size
         if num_devices > 1 and (line := undeclared(network, params, num_devices)):

@@ -7,10 +7,6 @@ renaming it and in a bucket with ``commit_success.txt``::
     step_00000250/
       state/               the pytree of arrays (OCDBT)
       manifest/metadata    format, versions, identity of the run, checksums, and the caller's JSON
-
-Orbax loads most files with flipped bits without an error. The manifest therefore has a checksum of
-the numbers of every array, which is compared when the arrays are on their devices: every byte is
-read once, for any mesh and any number of processes. The manifest itself ends with its CRC32.
 """
 
 from __future__ import annotations
@@ -18,43 +14,35 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib.metadata
-import json
 import logging
 import os
 import re
 import shutil
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
-from dlm_jax.distributed.partitions import map_named
 from dlm_jax.distributed.processes import gathered, on_first_process
 from dlm_jax.store.files import AnyPath, Damaged, is_remote, located, said, sync
-from dlm_jax.store.weights import (
-    SUFFIX,
-    Leaves,
+from dlm_jax.store.manifest import (
     Place,
     check_leaves,
+    checked_manifest,
     checksums,
     describe,
-    load_weights,
-    nested,
-    path_of_model,
-    read_meta,
-    without_heads,
+    new_manifest,
+    plan_reading,
 )
+from dlm_jax.store.weights import SUFFIX, open_weights, path_of_model, read_tensors
 
 Report = Callable[[str], None]
 
-FORMAT = 2
 _COMMITTED = "commit_success.txt"
 _NAME = re.compile(r"step_(\d{8,})(\.orbax-checkpoint-tmp.*)?")
 _PATIENCE_SECONDS = 1800
@@ -100,15 +88,19 @@ class Checkpoints:
         # After an exception, a process does not wait for the others, which may have ended.
         self.close(together=exc_type is None)
 
-    def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, in ascending order, without a save in progress."""
-        return complete_steps(self.directory)
+    def steps(self, *, complete: bool = True) -> list[int]:
+        """Steps of the complete checkpoints, in ascending order, without a save in progress.
 
-    def listed(self) -> list[int]:
-        """As `steps`, with checkpoints on a disk that are not complete: these are damaged, but in a
-        bucket unfinished.
+        If `complete` is False, also of others on a disk, which are damaged. In a bucket, these are
+        unfinished.
         """
-        return self.steps() if is_remote(self.directory) else _listed_steps(self.directory)
+        root, is_bucket = self.directory, is_remote(self.directory)
+        paths = root.iterdir() if root.is_dir() else ()
+        matches = [_NAME.fullmatch(path.name) for path in paths if is_bucket or path.is_dir()]
+        steps = sorted(int(match[1]) for match in matches if match and not match[2])
+        last = _COMMITTED if is_bucket else "manifest/metadata"
+        is_any = not (complete or is_bucket)
+        return [step for step in steps if is_any or (step_path(root, step) / last).exists()]
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
         """Starts to save a checkpoint and returns True, or returns False if a complete checkpoint
@@ -126,7 +118,7 @@ class Checkpoints:
         Raises:
           OSError: this or the previous save failed, for example on a full disk.
         """
-        manifest = _new_manifest(state, meta)
+        manifest = new_manifest(state, meta)
         self.wait()
         if not on_first_process(lambda: self._make_room(step)):
             return False
@@ -171,7 +163,13 @@ class Checkpoints:
         """The metadata that `restore` would return, with its errors. The arrays are not read."""
         return self.read(lambda path, manifest: None, report=report).meta
 
-    def restore(self, abstract_state: Any, *, report: Report | None = None) -> Restored:
+    def restore(
+        self,
+        abstract_state: Any,
+        *,
+        check: Callable[[dict[str, Any]], None] = lambda meta: None,
+        report: Report | None = None,
+    ) -> Restored:
         """Restores the newest usable checkpoint with the structure of ``abstract_state``.
 
         A damaged checkpoint is reported and skipped, and deleted by the next save.
@@ -180,12 +178,14 @@ class Checkpoints:
           abstract_state: a pytree of ``jax.ShapeDtypeStruct`` or arrays. Their shardings can differ
             from the saved shardings. A leaf without a sharding is restored on the first local
             device.
+          check: called with the metadata before the arrays are read; raises errors about them.
           report: called on process 0 with one line for each damaged checkpoint that is skipped.
             Default: `warnings.warn`.
         """
         leaves = describe(abstract_state)
 
         def read(path: Path, manifest: dict[str, Any]) -> Any:
+            check(manifest["meta"])
             check_leaves(leaves, manifest["leaves"], f"checkpoint {path}")
             return _read_arrays(path, abstract_state, manifest)
 
@@ -234,7 +234,7 @@ class Checkpoints:
         Raises `ValueError` if there is no checkpoint, or if the checkpoints are of several runs.
         """
         root, runs, manifests = self.directory, {}, []
-        for number in reversed(self.listed()):
+        for number in reversed(self.steps(complete=False)):
             manifest: Any = self._damaged.get(number)
             try:
                 manifest = manifest or read_manifest(step_path(root, number))
@@ -321,20 +321,6 @@ def step_path(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
-def complete_steps(root: Path) -> list[int]:
-    """Steps of the complete checkpoints, in ascending order."""
-    last = _COMMITTED if is_remote(root) else "manifest/metadata"
-    return [step for step in _listed_steps(root) if (step_path(root, step) / last).exists()]
-
-
-def _listed_steps(root: Path) -> list[int]:
-    if not root.is_dir():
-        return []
-    names = [path.name for path in root.iterdir() if is_remote(root) or path.is_dir()]
-    matches = map(_NAME.fullmatch, names)
-    return sorted(int(match[1]) for match in matches if match and not match[2])
-
-
 def _checked_root(directory: str | os.PathLike[str]) -> Path:
     """The absolute path or URL of a directory; raises `ValueError` for a file or dangling link."""
     path = cast(Path, located(directory))
@@ -399,23 +385,6 @@ def _read_arrays(path: Path, abstract: Any, manifest: dict[str, Any]) -> Any:
     return arrays
 
 
-def _new_manifest(state: Any, meta: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a checkpoint of `state`. Every process must call this function.
-
-    The identity of the run is ``run`` in the metadata, or empty if the metadata has no ``run``.
-    """
-    writers = ("jax", "orbax-checkpoint", "numpy")
-    facts = {
-        "format": FORMAT,
-        "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in writers),
-        "run": meta.get("run", ""),
-        "leaves": describe(state),
-        "sums": checksums(state),
-        "meta": json.loads(json.dumps(meta)),
-    }
-    return facts | {"crc": _crc_of(facts)}
-
-
 def read_manifest(path: AnyPath) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`.
 
@@ -425,118 +394,78 @@ def read_manifest(path: AnyPath) -> dict[str, Any]:
     """
     file = path / "manifest" / "metadata"
     try:
-        facts = json.loads(file.read_bytes())
-        is_intact = facts.pop("crc") == _crc_of(facts)
+        return checked_manifest(file.read_bytes(), f"checkpoint {path}")
     except OSError as error:
         raise Damaged(f"{file} cannot be read ({error.strerror or error})") from error
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        is_intact = False
-    if not is_intact:
-        raise Damaged(f"{file} has a wrong checksum")
-    if facts["format"] != FORMAT:
-        raise ValueError(
-            f"checkpoint {path} has format {facts['format']}, but this program reads {FORMAT}; "
-            f"use the program that wrote it (with {facts['versions']})"
-        )
-    return facts
-
-
-def _crc_of(facts: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+    except Damaged as error:
+        raise Damaged(f"{file}: {error}") from None
 
 
 def load_params(
-    directory: str | os.PathLike[str],
-    abstract_params: Callable[[dict[str, Any]], Any] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    make_abstract: Callable[[dict[str, Any]], Any] | None = None,
     *,
     place: Place | None = None,
     report: Report | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The parameters and metadata of the newest usable checkpoint.
+    """The parameters and metadata of a run, a weights file, or a shipped model.
 
-    Only the parameters are read (or their moving average, if there is one), not the optimiser
-    state. The mesh and the number of processes can differ from those of the run that saved the
-    checkpoint.
+    Of a run, the parameters of the newest usable checkpoint are read (or their moving average, if
+    there is one), without the optimiser state. The mesh and the number of processes can differ from
+    those of the run.
 
     Args:
-      directory: the directory passed to `Checkpoints`, or its parent.
-      abstract_params: maps the metadata to the expected shapes, dtypes and shardings. If it or its
-        result is None, the saved nested dict is returned, on the first local device.
-      place: sharding and dtype of each parameter. Each device reads only its own shards.
+      path: ``train.out_dir`` of a run, or the directory of its checkpoints; a file from ``python -m
+        dlm_jax.export``; or the name of a shipped model (see `dlm_jax.store.weights`).
+      make_abstract: maps the metadata to the expected shapes, dtypes and shardings. If it is None,
+        the saved nested dict is returned, on the first local device.
+      place: dtype and sharding of each parameter, of which each device reads its own part; by
+        default, as stored.
       report: called with one line for each damaged checkpoint that is skipped. Default:
         `warnings.warn`.
     """
+    path = path_of_model(path)
+
+    def abstract_of(manifest: dict[str, Any]) -> Any:
+        meta = _checked(manifest["meta"], path)
+        return None if make_abstract is None else make_abstract(meta)
+
+    def cast(array: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        is_on_host = isinstance(array, np.ndarray)
+        array = array.astype(leaf.dtype)
+        return jax.device_put(array, leaf.sharding) if is_on_host else array
+
+    if Path(path).suffix == SUFFIX:
+        with open_weights(path) as (file, manifest):
+            where = f"weights file {path}"
+            given, wanted = plan_reading(manifest, abstract_of(manifest), place, where)
+            tensors = read_tensors(file, manifest, given)
+        return jax.tree.map(cast, tensors, wanted), manifest["meta"]
 
     def read(path: Path, manifest: dict[str, Any]) -> Any:
-        leaves: Leaves = manifest["leaves"]
-        entry = "ema" if any(name.startswith("ema/") for name in leaves) else "params"
-        saved = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{entry}/")}
-        if not saved:
-            raise ValueError(f"checkpoint {path} has no params; pass one written by train.py")
+        is_averaged = any(name.startswith("ema/") for name in manifest["leaves"])
+        entry, where = "ema" if is_averaged else "params", f"checkpoint {path}"
+        abstract = abstract_of(manifest)
+        given, wanted = plan_reading(manifest, abstract, place, where, under=f"{entry}/")
+        arrays = _read_arrays(path, {entry: given}, manifest)[entry]
+        return jax.tree.map(cast, arrays, wanted)
 
-        def stored(name: str, sharding: Any = None) -> jax.ShapeDtypeStruct:
-            dtype, shape = saved[name]
-            return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), sharding=sharding)
-
-        abstract = None if abstract_params is None else abstract_params(manifest["meta"])
-        wanted = nested({name: stored(name) for name in saved})
-        if abstract is not None:
-            wanted = {entry: abstract}
-            saved = without_heads(saved, wanted)
-            check_leaves(describe(wanted), saved, f"checkpoint {path}")
-        if place is not None:
-            wanted = {entry: map_named(place, wanted[entry])}
-        # The checksums are those of the stored dtypes.
-        given = map_named(lambda name, leaf: stored(name, leaf.sharding), wanted)
-        arrays = _read_arrays(path, given, manifest)
-        return jax.tree.map(lambda array, leaf: array.astype(leaf.dtype), arrays, wanted)[entry]
-
-    checkpoints = Checkpoints(_root_of(directory), keep=1)
-    _, params, meta = checkpoints.read(read, report=report)
+    _, params, meta = Checkpoints(_root_of(path), keep=1).read(read, report=report)
     return params, meta
+
+
+def load_meta(path: str | os.PathLike[str], *, report: Report | None = None) -> dict[str, Any]:
+    """The metadata that `load_params` would return for a path, with its errors, without arrays."""
+    if Path(path).suffix == SUFFIX:
+        with open_weights(path) as (_, manifest):
+            return _checked(manifest["meta"], path)
+    return _checked(Checkpoints(_root_of(path), keep=1).read_meta(report=report), path)
 
 
 def _root_of(directory: str | os.PathLike[str]) -> Path:
     """The subdirectory ``checkpoints`` if it exists, or else the given directory."""
     root = _checked_root(directory)
     return root / "checkpoints" if (root / "checkpoints").is_dir() else root
-
-
-def load_any(
-    path: str | os.PathLike[str] | None,
-    make_abstract: Callable[[dict[str, Any]], Any] | None = None,
-    *,
-    place: Place | None = None,
-    report: Report | None = None,
-) -> tuple[Any, dict[str, Any]]:
-    """Returns (parameters, metadata) of a run, a weights file, or a shipped model.
-
-    Args:
-      path: ``train.out_dir`` of a run, or the directory of its checkpoints; a file from ``python -m
-        dlm_jax.export``; or the name of a shipped model (see `dlm_jax.store.weights`).
-      make_abstract: maps the metadata to the expected shapes, as in `load_params`.
-      place: sharding and dtype of each parameter. By default, parameters are loaded to the first
-        local device in the stored dtype, or in float32 from a file.
-      report: called with one line for each damaged checkpoint that is skipped.
-    """
-    path = path_of_model(path)
-
-    def abstract(meta: dict[str, Any]) -> Any:
-        checked = _checked(meta, path)
-        return None if make_abstract is None else make_abstract(checked)
-
-    if Path(path).suffix == SUFFIX:
-        return load_weights(path, abstract, place=place)
-    return load_params(path, abstract, place=place, report=report)
-
-
-def load_meta(path: str | os.PathLike[str], *, report: Report | None = None) -> dict[str, Any]:
-    """The metadata that `load_any` would return for a path, with the same errors. The arrays are
-    not read.
-    """
-    if Path(path).suffix == SUFFIX:
-        return _checked(read_meta(path), path)
-    return _checked(Checkpoints(_root_of(path), keep=1).read_meta(report=report), path)
 
 
 def _checked(meta: dict[str, Any], path: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import inspect
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -171,32 +170,8 @@ def said(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-_ENDING = re.compile(rb', "crc": "([0-9a-f]{8})"\}')
-_ENDING_BYTES = len(', "crc": "00000000"}')
-
-
 class Damaged(ValueError):
     """Raised if a line or file has changed since it was written."""
-
-
-def with_crc(line: bytes) -> bytes:
-    """The JSON line of a non-empty object with its checksum added, without a newline."""
-    return b'%s, "crc": "%08x"}' % (line[:-1], zlib.crc32(line))
-
-
-def without_crc(line: bytes) -> bytes:
-    """The line without its checksum.
-
-    Raises `Damaged` if the checksum is missing or wrong. Every single-bit flip and every error
-    burst of up to 32 bits is detected.
-    """
-    ending = _ENDING.fullmatch(line[-_ENDING_BYTES:])
-    if ending is None:
-        raise Damaged("it has no checksum")
-    plain = line[:-_ENDING_BYTES] + b"}"
-    if zlib.crc32(plain) != int(ending[1], 16):
-        raise Damaged("its checksum is wrong")
-    return plain
 
 
 NO_SOURCE = "without source"

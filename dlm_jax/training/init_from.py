@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import dlm_jax.config as configs
 from dlm_jax.config import INIT, Config, ModelConfig
 from dlm_jax.data import Corpus, HubTokenizer, Tokenizer, from_json, load_corpus
-from dlm_jax.distributed.partitions import map_named, named_leaves
+from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.distributed.processes import on_first_process
 from dlm_jax.hf import (
     KEPT,
@@ -34,7 +33,7 @@ from dlm_jax.hf import (
 )
 from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.settings import SettingError, require
-from dlm_jax.store import Checkpoints, load_any, load_meta
+from dlm_jax.store import Checkpoints, load_meta, load_params
 from dlm_jax.store.weights import path_of_model
 from dlm_jax.types import Params
 
@@ -66,7 +65,7 @@ def load_data(config: Config, *, report: Report) -> tuple[Config, Corpus]:
         chat = read_chat(Path(source), tokenizer)
     elif tokenizer == INIT:
         with Checkpoints(checkpoints_of(config), keep=1) as saved:
-            is_resumed = on_first_process(saved.listed)
+            is_resumed = on_first_process(lambda: saved.steps(complete=False))
             meta = saved.read_meta(report=lambda line: None) if is_resumed else {}
         meta = meta or load_meta(path_of_model(source), report=report)
         tokenizer = from_json(meta["tokenizer"])
@@ -181,17 +180,32 @@ def load_initial_params(
             "has no effect, because train.init_from is not a published model",
             "remove it",
         )
-    params, meta = load_any(source, report=report)
-    if meta["tokenizer"] != tokenizer.to_json():
-        raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
-    model = configs.from_saved(meta, where=where).model
-    for name in ModelConfig.declared:
-        theirs, ours = getattr(model, name), getattr(config.model, name)
-        if theirs != ours and name not in _ANY:
+    leaves = dict(named_leaves(fresh))
+
+    def check(meta: dict[str, Any]) -> None:
+        if meta["tokenizer"] != tokenizer.to_json():
+            raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
+        model = configs.from_saved(meta, where=where).model
+        for name in ModelConfig.declared:
+            theirs, ours = getattr(model, name), getattr(config.model, name)
+            if theirs != ours and name not in _ANY:
+                raise ValueError(
+                    f"{where} has model.{name}={theirs!r}, but the config has {ours!r}; "
+                    "use the [model] of its run"
+                )
+
+    def place(path: str, theirs: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        ours = leaves.get(path)
+        if ours is None:
+            return theirs
+        if theirs.shape != ours.shape:
             raise ValueError(
-                f"{where} has model.{name}={theirs!r}, but the config has {ours!r}; "
-                "use the [model] of its run"
+                f"{where} has {path} of shape {theirs.shape}, but the config requires "
+                f"{ours.shape}; use the [model] of the other run"
             )
+        return jax.ShapeDtypeStruct(ours.shape, ours.dtype, sharding=ours.sharding)
+
+    params, _ = load_params(source, check, place=place, report=report)
     lacking = [name for name in fresh if name not in params]
     ignored = [name for name in params if name not in fresh]
     for name in (*lacking, *ignored):
@@ -203,20 +217,11 @@ def load_initial_params(
         report(f"{where} lacks {', '.join(lacking)}, which are freshly initialised")
     if ignored:
         report(f"{where} has {', '.join(ignored)}, which are ignored")
-
-    def place(path: str, ours: jax.Array, theirs: Any) -> jax.Array:
-        if theirs.shape != ours.shape:
-            raise ValueError(
-                f"{where} has {path} of shape {theirs.shape}, but the config requires "
-                f"{ours.shape}; use the [model] of the other run"
-            )
-        return jax.device_put(np.asarray(theirs, ours.dtype), ours.sharding)
-
-    shared = {name: tree for name, tree in fresh.items() if name not in lacking}
-    for name in shared:
-        if jax.tree.structure(params[name]) != jax.tree.structure(shared[name]):
+    shared = {name: params[name] for name in fresh if name in params}
+    for name, tree in shared.items():
+        if jax.tree.structure(tree) != jax.tree.structure(fresh[name]):
             raise ValueError(f"{where} has a different kind of {name}; use the [model] of its run")
-    return fresh | map_named(place, shared, {name: params[name] for name in shared})
+    return fresh | shared
 
 
 def _load_published(

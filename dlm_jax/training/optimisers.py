@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 from dlm_jax import devices
-from dlm_jax.config import HeadsConfig, OptimConfig
+from dlm_jax.config import Config, OptimConfig
 from dlm_jax.distributed.partitions import partition
-from dlm_jax.heads import MAIN, Head
+from dlm_jax.heads import MAIN, Head, metric_of
 from dlm_jax.model.lora import GROUP
 from dlm_jax.types import Axes, Params
 
@@ -33,12 +33,12 @@ Stage = tuple[str, ...]
 """The parameter groups that are trained: ``main`` and names of heads, in this order."""
 
 
-def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
+def group_of(name: str, heads: Collection[str], *, adapts: bool = False) -> str:
     """The optimiser group of the parameters under a top-level name.
 
     In a model with adapters (`adapts`), the frozen parameters are in the group `KEPT`.
     """
-    if any(head.name == name for head in heads):
+    if name in heads:
         return name
     return KEPT if adapts and name != GROUP else MAIN
 
@@ -47,9 +47,14 @@ def group_of(name: str, heads: Sequence[Head], *, adapts: bool = False) -> str:
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 
-Rates = Mapping[str, Mapping[str, optax.Schedule]]
-"""By optimiser group: learning rates by the names of their metrics, each a function of the number
-of steps that the group has trained."""
+
+class Group(NamedTuple):
+    """An optimiser group: learning rates by the names of their metrics, each a function of the
+    number of steps that the group has trained, and the transformation of its gradient.
+    """
+
+    rates: Mapping[str, optax.Schedule]
+    update: optax.GradientTransformation
 
 
 def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.Schedule:
@@ -70,48 +75,24 @@ def learning_rate(peak: float, config: OptimConfig, *, num_steps: int) -> optax.
 
 
 def rates_of(
-    optim: OptimConfig,
-    settings: HeadsConfig | None = None,
-    heads: Sequence[Head] = (),
-    *,
-    num_steps: int,
-    schedule: optax.Schedule | None = None,
-) -> Rates:
-    """The learning rates of a run, which the optimiser uses and the metrics show.
+    config: OptimConfig, *, num_steps: int, schedule: optax.Schedule | None = None
+) -> dict[str, optax.Schedule]:
+    """The learning rates of the main group, by the names of their metrics.
 
-    ``learning_rate`` is that of the main group (the matrices of Muon, or all parameters with
-    AdamW). ``adam_learning_rate`` is for the parameters that Adam updates under ``muon``. A head
-    adds, for example, ``sampler_learning_rate``, which starts when the head
-    starts to train. `schedule` maps a step to a factor that scales the peaks of the main group, and
-    replaces the warm-up and cosine.
+    ``learning_rate`` is that of the matrices of Muon, or of all parameters with AdamW, and
+    ``adam_learning_rate`` that of the parameters that Adam updates beside Muon. `schedule` maps a
+    step to a factor that scales the peaks, and replaces the warm-up and cosine.
     """
-    settings, peaks = settings or HeadsConfig(), {"learning_rate": optim.learning_rate}
-    if optim.name == "muon":
-        peaks["adam_learning_rate"] = optim.adam_learning_rate
 
-    def rate(peak: float, factor: optax.Schedule | None) -> optax.Schedule:
-        if factor is None:
-            return learning_rate(peak, optim, num_steps=num_steps)
-        return lambda step: peak * factor(step)
+    def rate(peak: float) -> optax.Schedule:
+        if schedule is None:
+            return learning_rate(peak, config, num_steps=num_steps)
+        return lambda step, factor=schedule: peak * factor(step)
 
-    rates = {MAIN: {name: rate(peak, schedule) for name, peak in peaks.items()}}
-    for head in heads:
-        left = max(1, num_steps - head.start)
-        own = dataclasses.replace(optim, warmup_steps=min(settings.warmup_steps, left - 1))
-        of_head = learning_rate(settings.learning_rate, own, num_steps=left)
-        rates[head.name] = {f"{head.metric}_learning_rate": of_head}
+    rates = {"learning_rate": rate(config.learning_rate)}
+    if config.name == "muon":
+        rates["adam_learning_rate"] = rate(config.adam_learning_rate)
     return rates
-
-
-def rates_at(rates: Rates, heads: Sequence[Head], stage: Stage, step: int) -> dict[str, float]:
-    """The learning rates of the groups of a stage at a step (counted from 0), for its metrics."""
-    first = {head.name: head.first_step for head in heads}
-    return {
-        name: float(np.asarray(rate(step - first.get(group, 0))))
-        for group, of_group in rates.items()
-        if group in stage
-        for name, rate in of_group.items()
-    }
 
 
 def make_optimizer(
@@ -126,7 +107,7 @@ def make_optimizer(
 
     Args:
       config: the settings.
-      rates: the learning rates by name, such as ``rates_of(config, num_steps=1000)["main"]``.
+      rates: the learning rates by name, such as ``rates_of(config, num_steps=1000)``.
       axes: the `Axes` of the parameters, from `dlm_jax.distributed.partitions.axes_of`.
     """
 
@@ -267,58 +248,68 @@ def orthogonalized(updates: Any, axes: Params, mesh: AbstractMesh) -> Any:
     return jax.tree.unflatten(jax.tree.structure(updates), split(jax.tree.leaves(updates)))
 
 
-def make_grouped_optimizer(
-    optim: OptimConfig,
-    settings: HeadsConfig,
-    heads: Sequence[Head],
-    stage: Stage,
-    rates: Rates,
-    *,
+def make_groups(
+    config: Config,
+    heads: Mapping[str, Head],
     axes: Params,
+    *,
     main: optax.GradientTransformation | None = None,
-    adapts: bool = False,
-) -> optax.GradientTransformation:
-    """Returns the gradient transformation of a stage, with one group for the model and one per
-    head. `rates` are from `rates_of`, and `axes` are the `Axes` of the parameters.
+    schedule: optax.Schedule | None = None,
+) -> dict[str, Group]:
+    """The optimiser groups of a run: the model and each head.
 
-    The main group contains the model, and uses `make_optimizer`, or `main`. The optimiser of a head
-    is gradient clipping to a norm of ``heads.clip`` and AdamW, with a warm-up and cosine that start
-    when its training starts. With ``heads.train_main = false`` the model has no optimiser state,
-    and with adapters (`adapts`) only the adapters have an optimiser state. The state has the same
-    structure in every stage. The state and parameters of groups that do not train are unchanged.
+    The optimiser of the model is `make_optimizer`, or `main`, whose updates `schedule` scales. With
+    ``heads.train_main = false`` the model has no optimiser state. That of a head is gradient
+    clipping to a norm of ``heads.clip`` and AdamW, with a warm-up and cosine from its start to the
+    end of the run. `axes` are the `Axes` of the parameters.
     """
-    names = {head.name for head in heads}
+    optim, settings, num_steps = config.optim, config.heads, config.train.steps
+    rates: dict[str, optax.Schedule] = {}
     if main is None:
+        rates = rates_of(optim, num_steps=num_steps, schedule=schedule)
         # Matrices in heads, which map to logits or scores, are not the model's.
-        bare = {n: jax.tree.map(lambda _: Axes(), t) for n, t in axes.items() if n in names}
-        main = make_optimizer(optim, rates[MAIN], axes=axes | bare)
-    if not heads and not adapts:
-        return main
-    # Frozen parameters have no optimiser state.
-    kept = optax.set_to_zero()
-    groups: dict[Hashable, optax.GradientTransformation] = {KEPT: kept} if adapts else {}
-    groups[MAIN] = main if settings.train_main else kept
-    config = dataclasses.replace(
+        bare = {n: jax.tree.map(lambda _: Axes(), t) for n, t in axes.items() if n in heads}
+        main = make_optimizer(optim, rates, axes=axes | bare)
+    elif schedule is not None:
+        main = optax.chain(main, optax.scale_by_schedule(schedule))
+    groups = {MAIN: Group(rates, main if settings.train_main else optax.set_to_zero())}
+    optim = dataclasses.replace(
         optim, name="adamw", clip=settings.clip, weight_decay=settings.weight_decay
     )
-    for head in heads:
-        (rate,) = rates[head.name].values()
-        groups[head.name] = make_optimizer(config, {"learning_rate": rate}, axes=axes)
+    for name, head in heads.items():
+        left = max(1, num_steps - head.start)
+        own = dataclasses.replace(optim, warmup_steps=min(settings.warmup_steps, left - 1))
+        rate = learning_rate(settings.learning_rate, own, num_steps=left)
+        update = make_optimizer(optim, {"learning_rate": rate}, axes=axes)
+        groups[name] = Group({f"{metric_of(name)}_learning_rate": rate}, update)
+    return groups
 
-    def frozen(group: optax.GradientTransformation) -> optax.GradientTransformation:
-        """A transformation with the state of `group` that changes nothing."""
+
+def optimizer_of_stage(
+    groups: Mapping[str, Group], stage: Stage, *, adapts: bool = False
+) -> optax.GradientTransformation:
+    """The optimiser of a stage, whose state has the same structure in every stage.
+
+    The state and parameters of groups that do not train are unchanged. With adapters (`adapts`),
+    only these have an optimiser state.
+    """
+    if len(groups) == 1 and not adapts:
+        return groups[MAIN].update
+
+    def frozen(update: optax.GradientTransformation) -> optax.GradientTransformation:
         return optax.GradientTransformation(
-            group.init, lambda updates, state, params=None: (optax.tree.zeros_like(updates), state)
+            update.init, lambda updates, state, params=None: (optax.tree.zeros_like(updates), state)
         )
 
     def group_by_leaf(params: Params) -> Params:
         return {
-            name: jax.tree.map(lambda _, n=name: group_of(n, heads, adapts=adapts), tree)
+            name: jax.tree.map(lambda _, n=name: group_of(n, groups, adapts=adapts), tree)
             for name, tree in params.items()
         }
 
-    transforms = {
-        name: group if name in stage or group is kept else frozen(group)
-        for name, group in groups.items()
+    updates: dict[Hashable, optax.GradientTransformation] = {
+        name: update if name in stage else frozen(update) for name, (_, update) in groups.items()
     }
-    return optax.partition(transforms, group_by_leaf)
+    if adapts:
+        updates[KEPT] = optax.set_to_zero()
+    return optax.partition(updates, group_by_leaf)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import hashlib
+import inspect
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 
 import dlm_jax.config as configs
 from dlm_jax.config import FREE, Config
@@ -19,7 +25,6 @@ from dlm_jax.heads.critic import READS
 from dlm_jax.hf import KEPT
 from dlm_jax.randomness import settings
 from dlm_jax.store import Checkpoints, load_meta
-from dlm_jax.store.checkpoints import complete_steps
 from dlm_jax.store.files import Damaged, DirectoryLock, is_remote, program_facts, write_whole
 from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.training.tasks import Task
@@ -45,6 +50,48 @@ def facts_of(config: Config) -> dict[str, Any]:
     flat = configs.flat(configs.to_dict(config))
     facts = {key: value for key, value in flat.items() if key not in LOCAL}
     return program_facts() | facts | {"version of jax": jax.__version__} | settings()
+
+
+def part_name(kind: str, part: Any) -> Any:
+    """The name of a custom part of a run, by which a resumed run knows it; of heads, a list.
+
+    An optimizer or a schedule is a closure, whose numbers and inner functions are a digest in its
+    name.
+    """
+    if kind == "heads":
+        return list(part)
+    part = part.update if isinstance(part, optax.GradientTransformation) else part
+    name = getattr(part, "__qualname__", type(part).__name__)
+    if kind not in ("optimizer", "schedule"):
+        return name
+    digest = hashlib.sha256(json.dumps(_contents(part)).encode()).hexdigest()[:8]
+    return f"{name.removesuffix('.<locals>.update_fn')} {digest}"
+
+
+def _contents(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """The numbers and names in a function, its closure and its defaults, as nested lists."""
+    if id(value) in above:
+        return "recursion"
+    above = (*above, id(value))
+    if isinstance(value, functools.partial):
+        value = value.func, value.args, value.keywords
+    if isinstance(value, Mapping):
+        return [[str(key), _contents(one, above)] for key, one in value.items()]
+    if isinstance(value, tuple | list):
+        return [_contents(one, above) for one in value]
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        array = np.asarray(value)
+        return [str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()]
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return repr(value)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    if not inspect.isfunction(value):
+        return name
+    inside: list[Any] = [value.__defaults__, value.__kwdefaults__]
+    for cell in value.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a variable without a value
+            inside.append(cell.cell_contents)
+    return [name, _contents(inside, above)]
 
 
 def config_of_run(out_dir: Path) -> Config:
@@ -177,8 +224,9 @@ def restore_run(
 
     If the arrays of a checkpoint are damaged, the next older one is used.
     """
-    check_same_run(meta, checkpoints.read_meta(report=report))
-    _, state, saved = checkpoints.restore(abstract_state(task), report=report)
+    _, state, saved = checkpoints.restore(
+        abstract_state(task), check=lambda saved: check_same_run(meta, saved), report=report
+    )
     meta |= {name: saved[name] for name in ("run", *KEPT) if name in saved}
     before, after = saved["config"]["train"]["steps"], task.config.train.steps
     if before != after:
@@ -253,26 +301,11 @@ class Best:
         self._checkpoints.wait()
 
 
-def acquire(lock: DirectoryLock, places: dict[str, Path], *, is_new: bool) -> None:
-    """Creates and locks the directories.
-
-    Raises:
-      ValueError: another run owns a directory or has saved a checkpoint since the last check.
-    """
+def acquire(lock: DirectoryLock, places: dict[str, Path], *, create: bool) -> None:
+    """Locks the existing local directories, or creates and locks all, against other runs."""
     for setting, path in places.items():
-        make_directory(setting, path)
-        lock.lock(path, setting)
-    checkpoints = places["train.checkpoint_dir"]
-    if is_new and complete_steps(checkpoints):
-        raise ValueError(
-            f"train.checkpoint_dir={checkpoints} contains checkpoints of a run that started at "
-            "the same time; restart"
-        )
-
-
-def lock_existing(lock: DirectoryLock, places: dict[str, Path]) -> None:
-    """Locks the existing local directories against changes by other runs."""
-    for setting, path in places.items():
+        if create:
+            make_directory(setting, path)
         if not is_remote(path) and path.is_dir():
             lock.lock(path, setting)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
@@ -28,7 +29,7 @@ from dlm_jax.data import (
     validation_windows,
 )
 from dlm_jax.distributed.partitions import axes_of
-from dlm_jax.heads import HEADS, MAIN, Head
+from dlm_jax.heads import HEADS, MAIN, Head, metric_of, weight_at
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.canvas_denoising import canvas_denoising
 from dlm_jax.objectives.corruption import SCHEDULES
@@ -51,12 +52,11 @@ from dlm_jax.settings import SettingError, require
 from dlm_jax.store import save_weights
 from dlm_jax.training.init_from import load_initial_params
 from dlm_jax.training.optimisers import (
-    Rates,
+    Group,
     Stage,
     group_of,
-    make_grouped_optimizer,
-    rates_at,
-    rates_of,
+    make_groups,
+    optimizer_of_stage,
 )
 from dlm_jax.types import Network, Params, returned
 
@@ -77,7 +77,7 @@ class Task:
       mesh: devices over which the rows of a batch are sharded.
       network: the model. Its `init` creates the parameters of all heads.
       objectives: objectives of the model itself, by name.
-      heads: heads, in the order in which their losses are added.
+      heads: heads by name, in the order in which their losses are added.
       corpus: the text; None for a plan.
       main_optimizer: custom optimiser of the main group; None uses ``[optim]``.
       schedule: maps a step (counted from 0) to a factor that scales the learning rates of
@@ -89,7 +89,7 @@ class Task:
     mesh: Mesh
     network: Network
     objectives: Mapping[str, Objective]
-    heads: tuple[Head, ...] = ()
+    heads: Mapping[str, Head] = dataclasses.field(default_factory=dict)
     corpus: Corpus | None = None
     main_optimizer: optax.GradientTransformation | None = None
     schedule: optax.Schedule | None = None
@@ -97,8 +97,18 @@ class Task:
     def stage(self, step: int) -> Stage:
         """The groups that train at a step (counted from 0): ``main`` and names of heads."""
         main = (MAIN,) if self.config.heads.train_main else ()
-        trained = [h.name for h in self.heads if step >= h.first_step and h.weight != 0]
-        return (*main, *trained)
+        return (*main, *(name for name, first in self.first_steps.items() if step >= first))
+
+    @functools.cached_property
+    def first_steps(self) -> dict[str, float]:
+        """The first step at which each head trains; infinite if it does not."""
+        steps, firsts = np.arange(self.config.train.steps + 1), {}
+        for name, head in self.heads.items():
+            with jax.ensure_compile_time_eval():
+                weight_S = jax.vmap(lambda step, of=head: jnp.float32(weight_at(of, step)))(steps)
+            trains_S = (np.asarray(weight_S) != 0) & (steps >= head.start)
+            firsts[name] = int(trains_S.argmax()) if trains_S.any() else math.inf
+        return firsts
 
     @property
     def last_stage(self) -> Stage:
@@ -125,9 +135,9 @@ class Task:
         drawn = draw_all(self.objectives, rows, jax.random.fold_in(key, step), cut=cut)
         noise = dict(drawn.noise)
         salted = jax.random.fold_in(jax.random.fold_in(key, _SALT), step)
-        for head in self.heads:
-            if head.name in stage:
-                noise[head.name] = head.draw(drawn, jax.random.fold_in(salted, _stream(head.name)))
+        for name, head in self.heads.items():
+            if name in stage:
+                noise[name] = head.draw(drawn, jax.random.fold_in(salted, _stream(name)))
         drawn = drawn._replace(noise=noise)
         return drawn if rows is batch else drawn.packed(len(batch.length_B))
 
@@ -140,7 +150,7 @@ class Task:
         The unit of the loss is nats per token if the objectives and heads use this unit.
         """
         network, params, batch = self.network, frozen | trained, drawn.batch
-        heads = [head for head in self.heads if head.name in stage]
+        heads = {name: head for name, head in self.heads.items() if name in stage}
         objectives = self.objectives if MAIN in stage else {}
         shares_trunk = any(one.loss is None for one in objectives.values())
         hidden_BLD: Any = None
@@ -174,18 +184,17 @@ class Task:
         means = {name: _mean(loss, name) for name, loss in losses.items()}
         total = sum((objectives[name].share * means[name] for name in means), jnp.zeros(()))
         # 3. The heads. Those that do not train yet are not there for the others.
-        waiting = {head.metric for head in self.heads} - {head.metric for head in heads}
+        waiting = set(map(metric_of, self.heads)) - set(map(metric_of, heads))
         seen = {key: one for key, one in network.heads.items() if key not in waiting}
-        for head in heads:
+        for name, head in heads.items():
             own, hidden = params, hidden_BLD
             if not head.trains_trunk:
                 own, hidden = jax.lax.stop_gradient((params, hidden_BLD))
-                own = own | {head.name: params[head.name]}
-            given = drawn._replace(noise=drawn.noise[head.name], hidden_BLD=hidden)
-            loss = _pair(head.loss(replace(network, heads=seen), own, given), head.name)
-            losses[head.name] = loss
-            mean = means[head.metric] = _mean(loss, head.name)
-            total = total + (mean if head.weight is None else head.weight_at(step) * mean)
+                own = own | {name: params[name]}
+            given = drawn._replace(noise=drawn.noise[name], hidden_BLD=hidden)
+            losses[name] = _pair(head.loss(replace(network, heads=seen), own, given), name)
+            mean = means[metric_of(name)] = _mean(losses[name], name)
+            total = total + weight_at(head, step) * mean
         figures = [pair for loss in losses.values() for pair in loss.figures.items()]
         names = ["loss", "grad_norm", "param_norm", *means, *(name for name, _ in figures)]
         if twice := next((name for name in names if names.count(name) > 1), None):
@@ -213,36 +222,29 @@ class Task:
         ).nats_B
 
     @functools.cached_property
-    def rates(self) -> Rates:
-        """The learning rates, which a custom optimiser of the main group does not have."""
-        config = self.config
-        rates = rates_of(
-            config.optim,
-            config.heads,
-            self.heads,
-            num_steps=config.train.steps,
-            schedule=self.schedule,
+    def groups(self) -> dict[str, Group]:
+        """The optimiser groups: the model, and each head."""
+        axes, given = (
+            axes_of(self.network),
+            {"main": self.main_optimizer, "schedule": self.schedule},
         )
-        return rates if self.main_optimizer is None else {**rates, MAIN: {}}
+        return make_groups(self.config, self.heads, axes, **given)
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
         """The learning rates of a step (counted from 0), for its metrics."""
-        return rates_at(self.rates, self.heads, stage, step)
+        return {
+            name: float(np.asarray(rate(step - self.first_steps.get(group, 0))))
+            for group, (rates, _) in self.groups.items()
+            if group in stage
+            for name, rate in rates.items()
+        }
 
     def optimizer(self, stage: Stage | None = None) -> optax.GradientTransformation:
         """The optimiser of a stage, by default the last. Its state has the same structure in all
         stages.
         """
-        return make_grouped_optimizer(
-            self.config.optim,
-            self.config.heads,
-            self.heads,
-            self.last_stage if stage is None else stage,
-            self.rates,
-            axes=axes_of(self.network),
-            main=self.main_optimizer,
-            adapts=self.config.model.lora_rank > 0,
-        )
+        stage = self.last_stage if stage is None else stage
+        return optimizer_of_stage(self.groups, stage, adapts=self.config.model.lora_rank > 0)
 
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters of the model and its heads."""
@@ -252,11 +254,7 @@ class Task:
         """The parameters with which a run starts: those of ``train.init_from`` with fresh heads, or
         fresh ones.
         """
-        return self.adopt(self.init(key), report)
-
-    def adopt(self, fresh: Params, report: Callable[[str], None] = lambda line: None) -> Params:
-        """The fresh parameters with those of ``train.init_from``, if it is set."""
-        return load_initial_params(self.config, fresh, self.tokenizer, report=report)
+        return load_initial_params(self.config, self.init(key), self.tokenizer, report=report)
 
     def loss(
         self, params: Params, batch: Batch, key: jax.Array, step: jax.typing.ArrayLike = 0
@@ -354,7 +352,7 @@ def make_task(
     corpus: Corpus | None = None,
     network: Network | MakeNetwork | None = None,
     objective: MakeObjective | None = None,
-    heads: Sequence[Head | MakeHead] = (),
+    heads: Mapping[str, Head | MakeHead] | None = None,
     optimizer: optax.GradientTransformation | None = None,
     schedule: optax.Schedule | None = None,
 ) -> Task:
@@ -372,13 +370,15 @@ def make_task(
         why = f"is not supported with objective.proofreading_share={share}, which lengthens texts"
         require(not share, "data.pack", pack, why, "use 1", "objective.proofreading_share")
     banned_ids = (*tokenizer.banned_ids, tokenizer.pad_id)
-    records: list[Head] = []
+    made, heads = dict[str, Head](), heads or {}
     for name in config.model.added_heads:
         if name not in network.heads:
             raise ValueError(f"model.add_{name}_head=True requires a network with a {name} head")
         make = HEADS[name].make_head
-        records.append(make(config, mask_id=tokenizer.mask_id, banned_ids=banned_ids))
-    records += [one if isinstance(one, Head) else one(config, tokenizer) for one in heads]
+        made[f"{name}_head"] = make(config, mask_id=tokenizer.mask_id, banned_ids=banned_ids)
+    for name in heads:
+        if not name.endswith("_head") or "/" in name:
+            raise ValueError(f"the name of head {name!r} does not end in '_head'; rename it")
     objectives = make_objectives(config, tokenizer) if objective is None else {}
     if objective is not None:
         given = objective(config, tokenizer)
@@ -387,13 +387,15 @@ def make_task(
         shares = {name: one.share for name, one in objectives.items()}
         if abs(sum(shares.values()) - 1) > 1e-3:
             raise ValueError(f"the shares of the objectives are {shares}; let them add up to 1")
-    names = [*objectives, *(head.name for head in records)]
+    names = [*objectives, *made, *heads]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two objectives or heads have the same name: {twice}; rename one")
-    if not config.heads.train_main and not records:
+    for name, head in heads.items():
+        made[name] = head if isinstance(head, Head) else head(config, tokenizer)
+    if not config.heads.train_main and not made:
         switches = " or ".join(f"model.add_{name}_head" for name in HEADS)
         raise ValueError(f"heads.train_main=False leaves nothing to train; set {switches}")
-    inits = {head.name: head.init for head in records if head.init is not None}
+    inits = {name: head.init for name, head in made.items() if head.init is not None}
     if inits:
         init_model = network.init
 
@@ -402,15 +404,13 @@ def make_task(
             return init_model(key) | own
 
         network = replace(network, init=init)
-    if optimizer is not None and schedule is not None:
-        optimizer = optax.chain(optimizer, optax.scale_by_schedule(schedule))
     return Task(
         config,
         tokenizer,
         mesh,
         network,
         objectives,
-        tuple(records),
+        made,
         corpus=corpus,
         main_optimizer=optimizer,
         schedule=schedule,

@@ -20,6 +20,7 @@ from dlm_jax import devices
 from dlm_jax.data import text_ids
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import axes_of, batch_sharding, shardings
+from dlm_jax.heads import metric_of
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.randomness import key_of
 from dlm_jax.training.optimisers import Stage
@@ -94,7 +95,11 @@ def make_train_step(task: Task, stage: Stage, state: TrainState) -> jax.stages.W
     sequentially, so accumulation gives the gradient of the whole batch.
     """
     mesh, optimizer, train = task.mesh, task.optimizer(stage), task.config.train
-    heads = [head for head in task.heads if head.name in stage]
+    weights = {
+        f"{metric_of(name)}_alpha": head.weight
+        for name, head in task.heads.items()
+        if name in stage and callable(head.weight)
+    }
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         with devices.used(mesh):
@@ -118,10 +123,8 @@ def make_train_step(task: Task, stage: Stage, state: TrainState) -> jax.stages.W
             metrics |= {
                 f"grad_norm_{name}": optax.tree.norm(grads[name]) for name in sorted(trained)
             }
-            if len(means) > 1 or heads:
-                weighted = [head for head in heads if head.weight is not None]
-                alphas = {f"{head.metric}_alpha": head.weight_at(state.step) for head in weighted}
-                metrics |= means | alphas
+            if len(means) > 1 or task.heads.keys() & stage:
+                metrics |= means | {name: of(state.step) for name, of in weights.items()}
             ema = _averaged(state, params, task.config.optim.ema_decay)
             return TrainState(params, opt_state, state.step + 1, ema), metrics
 

@@ -19,7 +19,7 @@ import functools
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -44,7 +44,12 @@ from dlm_jax.progress import Progress, waiting
 from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.store import Checkpoints
 from dlm_jax.store.files import DirectoryLock, check_bucket, located, own_source, program_facts
-from dlm_jax.training.init_from import checkpoints_of, kept_of, load_data
+from dlm_jax.training.init_from import (
+    checkpoints_of,
+    kept_of,
+    load_data,
+    load_initial_params,
+)
 from dlm_jax.training.metrics import METRICS, TRACKERS, MetricsLog, check_trackers, peak_flops
 from dlm_jax.training.plan import (
     bytes_per_device,
@@ -59,8 +64,8 @@ from dlm_jax.training.resume import (
     acquire,
     check_metrics,
     facts_of,
-    lock_existing,
     make_directory,
+    part_name,
     restore_run,
     write_config,
 )
@@ -180,7 +185,7 @@ def train(
     *,
     network: Network | MakeNetwork | None = None,
     objective: MakeObjective | None = None,
-    heads: Sequence[Head | MakeHead] = (),
+    heads: Mapping[str, Head | MakeHead] | None = None,
     optimizer: optax.GradientTransformation | None = None,
     schedule: optax.Schedule | None = None,
     callbacks: Sequence[Callback] = (),
@@ -201,8 +206,8 @@ def train(
       objective: custom objective that replaces those of ``[objective]``: a function of the resolved
         config and the tokenizer that returns an `Objective`, its ``draw`` alone, or a dict of
         several, by name, whose shares add up to 1.
-      heads: custom heads in addition to those of the config: `Head` records, or functions of the
-        resolved config and the tokenizer that create them.
+      heads: custom heads by name, in addition to those of the config: `Head` records, or functions
+        of the resolved config and the tokenizer that create them.
       optimizer: optax transformation that replaces the optimizer, the clipping and the schedule of
         ``[optim]``. Heads keep their own optimiser, and the custom optimizer receives
         `optax.MaskedNode` for their parameters. The labels of `optax.partition` should be a
@@ -281,17 +286,14 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
     """
     # 1. Config, mesh and data.
     given = config
-    parts = {kind: part for kind, part in parts.items() if part not in (None, (), [])}
+    parts = {kind: part for kind, part in parts.items() if part not in (None, {})}
     task = problem(config, report=report, **parts)
     config, train = task.config, task.config.train
 
     # 2. What the checkpoints say about the run.
-    names = {
-        kind: [part_name(one) for one in part] if kind == "heads" else part_name(part)
-        for kind, part in parts.items()
-    }
-    custom = [*parts.pop("heads", ()), *parts.values()]
-    check_same_everywhere({f"source code of {part_name(one)}": own_source(one) for one in custom})
+    names = {kind: part_name(kind, part) for kind, part in parts.items()}
+    custom = parts | {n: getattr(h, "loss", h) for n, h in parts.pop("heads", {}).items()}
+    check_same_everywhere({f"source code of {name}": own_source(p) for name, p in custom.items()})
     meta = {"run": "", **task.facts(), "own": names}
     meta |= {"randomness": fingerprint(), "program": program_facts()}
     if task.corpus is not None and task.corpus.chat_template:
@@ -306,7 +308,8 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
         best_checkpoints = Checkpoints(located(train.checkpoint_dir or out_dir) / FOLDER, keep=1)
         checkpoints.when_closed.callback(best_checkpoints.close, together=False)
         places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
-        is_new = not on_first_process(lambda: lock_existing(lock, places) or checkpoints.listed())
+        on_first_process(lambda: acquire(lock, places, create=False))
+        is_new = not on_first_process(lambda: checkpoints.steps(complete=False))
 
         # 4. The state: fresh, with the parameters of train.init_from, or from a checkpoint.
         init_key, noise_key = jax.random.split(key_of(train.seed))
@@ -321,7 +324,8 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
             )
             state, saved = init_state(task, init_key), {}
             if train.init_from:
-                state = state.start_from(task.adopt(state.params, report))
+                params = load_initial_params(config, state.params, task.tokenizer, report=report)
+                state = state.start_from(params)
         else:
             state, saved = restore_run(task, meta, checkpoints, report)
         if train.accumulate > 1 and custom:
@@ -332,7 +336,12 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
         on_first_process(lambda: check_metrics(given, meta["run"], is_new=is_new))
         make_directory("train.out_dir", out_dir)
         if int(state.step) < train.steps:
-            on_first_process(lambda: acquire(lock, places, is_new=is_new))
+            on_first_process(lambda: acquire(lock, places, create=True))
+            if is_new and on_first_process(checkpoints.steps):
+                raise ValueError(
+                    f"train.checkpoint_dir={checkpoints.directory} contains checkpoints of a run "
+                    "that started at the same time; restart"
+                )
             best.begin()
             on_first_process(lambda: write_config(given, out_dir))
         undo.pop_all()
@@ -345,12 +354,6 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
         checkpoints=checkpoints,
         best=best,
     )
-
-
-def part_name(part: Any) -> str:
-    """The name of a custom part of a run."""
-    part = part.update if isinstance(part, optax.GradientTransformation) else part
-    return getattr(part, "name", None) or getattr(part, "__qualname__", type(part).__name__)
 
 
 def run_loop(

@@ -193,7 +193,7 @@ def test_the_loss_of_the_sampler_head_is_the_plain_mean_over_the_supervised_posi
 
 
 def test_seven_of_ten_holes_are_revealed_to_the_sampler_head_by_default():
-    (head,) = stage_cases.records(HeadsConfig(), add_sampler_head=True)
+    (head,) = stage_cases.records(HeadsConfig(), add_sampler_head=True).values()
     shape = (64, 256)
     batch = Batch(*map(jnp.zeros, (shape, 64, 64)))
     drawn = Drawn(batch, jnp.full(shape, toy.MASK), jnp.ones(shape), jnp.ones(()))
@@ -204,8 +204,8 @@ def test_seven_of_ten_holes_are_revealed_to_the_sampler_head_by_default():
 
 def test_a_sampler_head_without_revealed_neighbours_warns_in_one_line():
     with pytest.warns(UserWarning, match=r"^heads.sampler_reveal=0 .*; use 0.7$") as warned:
-        (head,) = stage_cases.records(HeadsConfig(sampler_reveal=0.0), add_sampler_head=True)
-    assert len(warned) == 1 and head.name == SAMPLER
+        heads = stage_cases.records(HeadsConfig(sampler_reveal=0.0), add_sampler_head=True)
+    assert len(warned) == 1 and list(heads) == [SAMPLER]
 
 
 def _by_path(tree) -> dict[str, np.ndarray]:

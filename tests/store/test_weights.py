@@ -11,7 +11,8 @@ import safetensors.numpy
 import toy
 
 from dlm_jax.model.transformer import build
-from dlm_jax.store import load_any, load_meta, load_weights, save_weights
+from dlm_jax.store import load_meta, load_params, save_weights
+from dlm_jax.store.manifest import new_manifest
 
 META = {"config": {"model": {"depth": 2}}, "tokenizer": {"type": "byte"}, "note": "ä"}
 
@@ -33,7 +34,7 @@ def _leaves(tree, prefix=""):
 
 
 def test_parameters_and_description_come_back_bit_for_bit(saved):
-    params, meta = load_weights(saved)
+    params, meta = load_params(saved)
     assert meta == META
     expected, found = dict(_leaves(toy.params())), dict(_leaves(params))
     assert expected.keys() == found.keys()
@@ -47,10 +48,10 @@ def test_float16_halves_the_file_and_rounds_to_the_nearest(saved, tmp_path):
     tensor_bytes = sum(value.nbytes for _, value in _leaves(toy.params()))
     saving = saved.stat().st_size - save_weights(path, toy.params(), META, dtype="float16")
     assert saving >= 0.45 * tensor_bytes
-    found = dict(_leaves(load_weights(path)[0]))
+    found = dict(_leaves(load_params(path)[0]))
     for name, value in _leaves(toy.params()):
-        np.testing.assert_array_equal(found[name], value.astype(np.float16).astype(np.float32))
-        assert found[name].dtype == np.float32
+        np.testing.assert_array_equal(found[name], value.astype(np.float16))
+        assert found[name].dtype == np.float16
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_float16_halves_the_file_and_rounds_to_the_nearest(saved, tmp_path):
 )
 def test_a_file_that_does_not_say_what_it_holds_is_refused(tmp_path, meta):
     save_weights(tmp_path / "odd.safetensors", toy.params(), meta)
-    for load in (load_any, load_meta):
+    for load in (load_params, load_meta):
         with pytest.raises(ValueError, match="does not describe its .model. and tokenizer"):
             load(tmp_path / "odd.safetensors")
 
@@ -89,37 +90,49 @@ def test_every_flipped_bit_is_found(tmp_path):
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"(?s)cannot be read .*copy it again") as error:
-            load_weights(path)
+            load_params(path)
         assert str(path) in str(error.value)
 
 
-def _foreign(path, tensors, **header):
-    """A file whose checksum is right, and whose tensors and header are others' work."""
-    header = {"dlm_jax": json.dumps(META), "crc32_of_file": "0" * 8} | header
-    content = safetensors.numpy.save(tensors, header)
-    crc = f"{zlib.crc32(content):08x}".encode()
-    place = content.index(b"crc32_of_file")
-    path.write_bytes(content[:place] + content[place:].replace(b"00000000", crc, 1))
-    return path
-
-
-X = np.zeros(3, np.float32)
-
-
 @pytest.mark.parametrize(
-    ("value", "meta", "said"),
+    ("value", "manifest", "said"),
     [
-        (np.zeros(3, np.int8), "{}", "a in .* has type I8, which is not one of float32, float16"),
-        (X, "[]", "cannot be read"),
-        (X, "{", "cannot be read"),
-        (X, "[" * 10_000, "cannot be read"),
+        (np.zeros(3, np.int8), None, "its tensors are not those of its manifest"),
+        (np.zeros(3, np.float32), "[]", "it has a wrong checksum"),
+        (np.zeros(3, np.float32), "{", "it has a wrong checksum"),
+        (np.zeros(3, np.float32), "[" * 10_000, "it has a wrong checksum"),
     ],
 )
-def test_what_is_no_model_is_refused_in_one_line(tmp_path, value, meta, said):
-    path = _foreign(tmp_path / "odd.safetensors", {"a": value}, dlm_jax=meta)
-    with pytest.raises(ValueError, match=said) as error:
-        load_weights(path)
+def test_what_is_no_model_is_refused_in_one_line(tmp_path, value, manifest, said):
+    path = tmp_path / "odd.safetensors"
+    manifest = manifest or json.dumps(new_manifest({"a": value}, META))
+    safetensors.numpy.save_file({"a": value}, path, {"dlm_jax": manifest})
+    with pytest.raises(ValueError, match=f"cannot be read .{said}.; copy it again") as error:
+        load_params(path)
     assert "\n" not in str(error.value)
+
+
+def test_numbers_that_are_not_those_of_the_manifest_are_refused(tmp_path):
+    path, manifest = tmp_path / "x.safetensors", new_manifest({"a": np.arange(3.0)}, META)
+    values = np.array([0, 2, 1], np.float32)
+    for leaves in ({"a": ["float32", [3]]}, manifest["leaves"]):
+        text = json.dumps(_signed(manifest | {"leaves": leaves}))
+        safetensors.numpy.save_file({"a": values}, path, {"dlm_jax": text})
+        with pytest.raises(ValueError, match="a has a wrong checksum|not those of its manifest"):
+            load_params(path)
+
+
+def _signed(manifest):
+    facts = {name: value for name, value in manifest.items() if name != "crc"}
+    return facts | {"crc": zlib.crc32(json.dumps(facts, sort_keys=True).encode())}
+
+
+def test_a_file_of_another_format_is_refused_by_its_writers(tmp_path):
+    path, manifest = tmp_path / "x.safetensors", new_manifest({"a": np.zeros(3)}, META)
+    text = json.dumps(_signed(manifest | {"format": 99}))
+    safetensors.numpy.save_file({"a": np.zeros(3, np.float32)}, path, {"dlm_jax": text})
+    with pytest.raises(ValueError, match="has format 99, but this program reads 2; use the .*jax"):
+        load_params(path)
 
 
 def test_parameters_must_be_those_of_the_config(saved):
@@ -127,10 +140,10 @@ def test_parameters_must_be_those_of_the_config(saved):
         network = build(dataclasses.replace(toy.config(), **changes))
         return lambda meta: jax.eval_shape(network.init, jax.random.key(0))
 
-    load_weights(saved, abstract())
+    load_params(saved, abstract())
     for changes in ({"depth": 1}, {"width": 32}, {"qkv_bias": True}, {"tied_head": False}):
         with pytest.raises(ValueError, match="in this run but .* in weights file") as error:
-            load_weights(saved, abstract(**changes))
+            load_params(saved, abstract(**changes))
         assert "\n" not in str(error.value)
 
 
@@ -143,7 +156,7 @@ def test_a_shortened_a_missing_and_a_foreign_file_are_refused_in_one_line(saved,
     for path, said in ((short, "cannot be read"), (foreign, "not written by dlm_jax"),
                        (missing, "does not exist")):  # fmt: skip
         with pytest.raises(ValueError, match=said) as error:
-            load_weights(path)
+            load_params(path)
         assert "\n" not in str(error.value)
 
 

@@ -19,7 +19,7 @@ from dlm_jax.config import Config, DataConfig, MeshConfig, TrainConfig
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model.transformer import build
-from dlm_jax.store import load_weights, save_weights
+from dlm_jax.store import load_params, save_weights
 from dlm_jax.training.init_from import load_initial_params
 from dlm_jax.training.resume import check_same_run
 from dlm_jax.training.train_step import TrainState
@@ -133,7 +133,7 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(tmp_path, theirs, ours
 @pytest.mark.parametrize("version", [None, "0.2.0"])
 def test_each_door_of_a_saved_model_names_all_keys_that_another_version_saved(tmp_path, version):
     source = _trained(tmp_path)
-    params, meta = load_weights(source)
+    params, meta = load_params(source)
     meta["config"]["model"]["mode"] = "language_model"
     meta["config"]["rl"] = {"reward": ""}
     if version:

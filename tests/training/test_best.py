@@ -15,7 +15,7 @@ from dlm_jax.store import Checkpoints, load_params
 from dlm_jax.training import trainer
 from dlm_jax.training.resume import FOLDER, Best
 
-META = {"config": {}}
+META = {"config": {"model": {}}, "tokenizer": {}}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from optax import contrib
 from dlm_jax import devices
 from dlm_jax.config import MeshConfig, OptimConfig
 from dlm_jax.distributed.partitions import make_mesh, shardings
-from dlm_jax.heads import MAIN
 from dlm_jax.training.optimisers import learning_rate, make_optimizer, orthogonalized, rates_of
 from dlm_jax.types import Axes
 
@@ -51,7 +50,7 @@ AXES = {
     },
     "embedding": Axes(("vocab", "embed")),
 }
-RATES = rates_of(CONFIG, num_steps=STEPS)[MAIN]
+RATES = rates_of(CONFIG, num_steps=STEPS)
 
 
 def _optax() -> optax.GradientTransformation:

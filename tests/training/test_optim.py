@@ -17,8 +17,8 @@ from dlm_jax.heads import CRITIC, MAIN, SAMPLER
 from dlm_jax.model.transformer import build
 from dlm_jax.training.optimisers import (
     learning_rate,
-    make_grouped_optimizer,
-    rates_of,
+    make_groups,
+    optimizer_of_stage,
 )
 from dlm_jax.types import Axes
 
@@ -211,10 +211,9 @@ def _place_in_groups(path: str) -> int:
 @functools.cache
 def _grouped(stage: frozenset[str], heads: HeadsConfig = HEADS):
     records = cases.records(heads)
-    optimizer = make_grouped_optimizer(
-        OPTIM, heads, records, tuple(stage), rates_of(OPTIM, heads, records, num_steps=STEPS),
-        axes=jax.tree.map(lambda _: Axes(is_matrix=True), _three_groups()),
-    )  # fmt: skip
+    config = cases.config({"steps": STEPS}, optim=OPTIM, heads=heads)
+    axes = jax.tree.map(lambda _: Axes(is_matrix=True), _three_groups())
+    optimizer = optimizer_of_stage(make_groups(config, records, axes), tuple(stage))
     return optimizer.init, jax.jit(optimizer.update)
 
 

@@ -112,7 +112,7 @@ def left_head(*, trains_trunk: bool = False, **changes: Any) -> Head:
         return jnp.sum(jnp.where(is_used_BL, nll_BL, 0.0)), total
 
     return Head(
-        name="left_head", loss=loss, draw=draw,
+        loss=loss, draw=draw,
         init=lambda key: {"kernel": jax.random.normal(key, (WIDTH, 64)) / 9},
         trains_trunk=trains_trunk, **changes,
     )  # fmt: skip
@@ -128,7 +128,7 @@ def _train(out_dir: Path, **parts: Any):
 
 @functools.cache
 def _whole(folder: Path):
-    return _train(folder / "whole", objective=two_passes, heads=[left_head(start=2)])
+    return _train(folder / "whole", objective=two_passes, heads={"left_head": left_head(start=2)})
 
 
 @pytest.fixture(scope="module")
@@ -164,22 +164,36 @@ def test_own_parts_train_and_are_sampled(folder):
 def test_a_head_of_ones_own_reads_the_hidden_vectors_and_leaves_the_model_as_it_is(tmp_path):
     alone = _train(tmp_path / "alone").params
     beside, through = (
-        _train(tmp_path / str(trains), heads=[left_head(trains_trunk=trains)]).params
+        _train(tmp_path / str(trains), heads={"left_head": left_head(trains_trunk=trains)}).params
         for trains in (False, True)
     )
     tiny_run.assert_same({name: beside[name] for name in alone}, alone)
     assert not np.array_equal(through["table"], alone["table"])
 
 
-def test_a_run_of_an_own_network_and_its_file_are_loaded_with_that_network(folder, capsys):
+def test_a_head_trains_from_the_first_step_on_at_which_its_weight_is_not_zero(tmp_path):
+    head = left_head(start=1, weight=lambda step: jnp.where(step > 3, 0.25 * (step - 2), 0.0))
+    run = _train(tmp_path, heads={"left_head": head}).run
+    assert [len(run.task.stage(step)) for step in range(6)] == [1, 1, 1, 1, 2, 2]
+    lines = [r for r in tiny_run.records(tmp_path) if r["kind"] == "train"]
+    assert [line.get("left_alpha") for line in lines] == [None] * 4 + [0.5, 0.75]
+    for line in lines[4:]:
+        weighted = line["objective"] + line["left_alpha"] * line["left"]
+        assert line["loss"] == pytest.approx(weighted, rel=1e-5)
+    never = dataclasses.replace(run.task, heads={"left_head": left_head(weight=0.0)})
+    assert never.last_stage == ("main",)
+
+
+def test_a_run_of_own_parts_and_its_file_are_loaded_whole_with_their_network(folder, capsys):
     outcome = _whole(folder)
     run, file = folder / "whole", folder / "own.safetensors"
     assert exporter.main(["--checkpoint", str(run), "--out", str(file)]) == 0
     assert "custom network network; load the file in Python" in capsys.readouterr().err
-    trained = {name: outcome.params[name] for name in ("table", "mix", "out")}
     for path in (run, file):
         model = dlm_jax.load(path, network=network)
-        tiny_run.assert_same(model.params, trained)
+        tiny_run.assert_same(model.params, outcome.params)
+        (text,) = dlm_jax.generate(model, num_samples=1, steps=2).texts
+        assert len(text) == 16
         assert model.is_custom and model.config is not None
         with pytest.raises(ValueError, match="^the model is a custom network, which no"):
             dlm_jax.export(model, folder / "published")
@@ -211,11 +225,15 @@ def test_over_devices_a_network_without_sharding_rules_trains_as_on_one(tmp_path
 
 @pytest.mark.parametrize(
     ("changes", "part"),
-    [({"heads": ()}, "heads"), ({"network": None}, "network"), ({"objective": None}, "objective")],
+    [
+        ({"heads": None}, "heads"),
+        ({"network": None}, "network"),
+        ({"objective": None}, "objective"),
+    ],
 )
 def test_continuing_with_other_parts_is_refused_by_name(folder, changes, part):
     _whole(folder)
-    given = {"objective": two_passes, "heads": [left_head(start=2)]} | changes
+    given = {"objective": two_passes, "heads": {"left_head": left_head(start=2)}} | changes
     with pytest.raises(ValueError, match=f"has a run whose {part} is .*, but here it is"):
         _train(folder / "whole", **given)
 
@@ -228,19 +246,23 @@ def test_a_loss_that_is_no_pair_of_scalars_is_refused_with_its_name(tmp_path):
     with pytest.raises(
         ValueError, match=r"left_head\.loss\(\.\.\.\)\.sum returned float32 \[\d+\]"
     ):
-        _train(tmp_path, heads=[head])
+        _train(tmp_path, heads={"left_head": head})
+
+
+def _named_left(config: configs.Config, tokenizer: Any) -> dict[str, Objective]:
+    return {"left_head": Objective(plain_objective(config, tokenizer))}
 
 
 def test_heads_whose_names_clash_or_do_not_end_in_head_are_refused(tmp_path):
     with pytest.raises(ValueError, match="the name of head 'left' does not end in '_head'; rename"):
-        Head(name="left", loss=lambda *inputs: Loss(jnp.zeros(()), jnp.ones(())))
+        _train(tmp_path, heads={"left": left_head()})
     with pytest.raises(ValueError, match="have the same name: left_head; rename one"):
-        _train(tmp_path, heads=[left_head(), left_head()])
+        _train(tmp_path, objective=_named_left, heads={"left_head": left_head()})
     with pytest.raises(ValueError, match="leaves nothing to train; set model.add_sampler_head"):
         _train(tmp_path, flags={"heads__train_main": "false", "train__init_from": "other"})
 
 
-def _means_of(tmp_path: Path, heads: list[Head]):
+def _means_of(tmp_path: Path, heads: dict[str, Head]):
     """The metrics of the losses of a step in which all heads train, and the gradient."""
     flags = tiny_run.flags(tmp_path / "none", **FLAGS)
     with tiny_run.on_devices(1):
@@ -259,23 +281,25 @@ def _sized_head(name: str, weight: float, **figures: tuple[float, float]) -> Hea
         pairs = {key: tuple(map(jnp.float32, pair)) for key, pair in figures.items()}
         return Loss(3 * params[name]["x"].sum(), jnp.float32(weight), pairs)
 
-    return Head(name=name, loss=loss, init=lambda key: {"x": jnp.ones(2)})
+    return Head(loss=loss, init=lambda key: {"x": jnp.ones(2)})
 
 
 def test_a_loss_is_its_sum_over_its_weight_and_nothing_where_the_weight_is_nothing(tmp_path):
     weights = {"half_head": 0.5, "empty_head": 0.0, "double_head": 2.0}
-    heads = [_sized_head(name, weight) for name, weight in weights.items()]
+    heads = {name: _sized_head(name, weight) for name, weight in weights.items()}
     (_, means), grads = _means_of(tmp_path, heads)
     assert [float(means[name]) for name in ("half", "empty", "double")] == [12.0, 0.0, 3.0]
     assert [float(grads[name]["x"][0]) for name in weights] == [6.0, 0.0, 1.5]
 
 
 def test_the_figures_of_a_head_are_metrics_beside_its_loss(tmp_path):
-    (_, means), _ = _means_of(tmp_path, [_sized_head("half_head", 0.5, hits=(3.0, 4.0))])
+    (_, means), _ = _means_of(
+        tmp_path, {"half_head": _sized_head("half_head", 0.5, hits=(3.0, 4.0))}
+    )
     assert float(means["hits"]) == 0.75 and float(means["half"]) == 12.0
     for name in ("loss", "half"):
         with pytest.raises(ValueError, match=f"'{name}' names two metrics"):
-            _means_of(tmp_path, [_sized_head("half_head", 0.5, **{name: (3.0, 4.0)})])
+            _means_of(tmp_path, {"half_head": _sized_head("half_head", 0.5, **{name: (3.0, 4.0)})})
 
 
 @pytest.mark.parametrize(
