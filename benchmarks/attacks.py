@@ -501,7 +501,7 @@ ATTACKS: dict[str, tuple[Callable[[Path, int, random.Random], Found], int, int]]
 def main() -> int:
     """Exit code: 1 if anything got through."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("attacks", nargs="*", choices=[*ATTACKS, []], default=list(ATTACKS))
+    parser.add_argument("attacks", nargs="*", choices=[*ATTACKS, []], default=[])
     parser.add_argument("--count", type=int, help="flips per file, inputs or kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keeps the files here")
@@ -509,7 +509,7 @@ def main() -> int:
     args = parser.parse_args()
     through = 0
     print("| attack | tried | let through |\n| --- | --- | --- |")
-    for name in args.attacks:
+    for name in args.attacks or ATTACKS:
         attack, usual, quick = ATTACKS[name]
         count = args.count or (quick if args.quick else usual)
         with contextlib.ExitStack() as stack:

@@ -23,7 +23,7 @@ def test_hosts_compare_the_source_code_of_custom_parts(tmp_path, monkeypatch):
             flags = tiny_run.flags(tmp_path / "run")
             run = prepare(configs.load(None, flags), schedule=factors_here.constant, report=print)
         run.checkpoints.close()
-    name = "source code of constant"
+    name = "source code of schedule"
     before, after = (facts[name] for facts in compared if name in facts)
     assert before != after
     del sys.modules["factors_here"]
