@@ -135,6 +135,14 @@ def test_a_watched_row_is_shown_before_its_first_step_and_after_every_turn():
     assert same_row(ended[number], alone(6)) and same_row(ended[other], alone(4))
 
 
+def test_kinds_of_requests_take_turns():
+    with Engine(MODEL, sizes=(SLOTS,)) as engine:
+        for number in (6, 3):
+            engine.submit(request(number), is_watched=True)
+        shown = [[row.number for row in engine.step(1)] for _ in range(6)]
+    assert shown == [[0], [1]] * 3
+
+
 # Only its own row ends
 
 
