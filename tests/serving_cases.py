@@ -14,11 +14,11 @@ import toy_model
 
 from dlm_jax.config import SamplingParams
 from dlm_jax.hf import ChatTemplate
-from dlm_jax.inference.engine import Engine
+from dlm_jax.inference.engine import AsyncEngine, Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.serving.app import Options, make_app
+from dlm_jax.serving.app import make_app
 from dlm_jax.serving.http import Server, listening
-from dlm_jax.serving.protocol import Limits
+from dlm_jax.serving.protocol import Options
 
 SLOTS = 4
 CHAT = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", toy_model.TOKENIZER)
@@ -63,17 +63,14 @@ def client_of(running: Running, key: str = "none") -> openai.OpenAI:
 
 @contextlib.contextmanager
 def serving(
-    model: Model = MODEL, *, drain: float = 10, limits: Limits | None = None,
-    sizes: tuple[int, ...] = (SLOTS,), **options,
+    model: Model = MODEL, *, drain: float = 10, sizes: tuple[int, ...] = (SLOTS,), **options,
 ) -> Iterator[Running]:  # fmt: skip
     """A server that listens."""
     engine = Engine(model, sizes=sizes, max_waiting=None)
-    asked = Options(name="toy", limits=limits or Limits(), **options)
     sock = listening("127.0.0.1", 0)
     ready = threading.Event()
-    server = Server(
-        make_app(model, engine, asked, slots=SLOTS), sock, drain=drain, listens=ready.set
-    )
+    app = make_app(AsyncEngine(engine), Options(name="toy", **options))
+    server = Server(app, sock, drain=drain, listens=ready.set)
     thread = threading.Thread(target=server.answer, daemon=True)
     thread.start()
     assert ready.wait(30)

@@ -273,11 +273,6 @@ def _check_structure(request: Request, automaton: Automaton, mask_id: int) -> No
     require(can_end, "structure", UNSET, "cannot match the given text and its holes")
 
 
-def is_broken(automaton: Automaton | str | None, tokens: np.ndarray) -> bool:
-    """Returns whether the tokens of a row from its first hole onward violate its structure."""
-    return isinstance(automaton, Automaton) and not automaton.accepts(tokens)
-
-
 @dataclass(frozen=True)
 class Request:
     """One row to denoise.

@@ -8,7 +8,6 @@ import functools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -24,9 +23,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import dlm_jax
-from dlm_jax import AsyncEngine, Counters, Engine, Model, Request, Row, Status
+from dlm_jax import AsyncEngine, Counters, Engine, Request, Row, Status
 from dlm_jax.inference.reader import NewText, TextReader
-from dlm_jax.inference.request import is_broken
 from dlm_jax.serving.answer import Answer, Done
 from dlm_jax.serving.http import (
     LOGGER,
@@ -42,12 +40,11 @@ from dlm_jax.serving.http import (
     while_connected,
 )
 from dlm_jax.serving.protocol import (
-    SHORT,
     ApiError,
     Chat,
     Completion,
     Infill,
-    Limits,
+    Options,
     Planner,
     SamplingFields,
 )
@@ -131,42 +128,9 @@ _END_POINTS: dict[str, type[SamplingFields]] = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of a server.
-
-    Attributes:
-      name: name under which the model is served.
-      limits: limits of requests.
-      key: API key that requests must contain; None if no key is required.
-      defaults: default settings of requests.
-      length: default number of new tokens in completions and infills; None uses 16.
-      logs_texts: whether prompts and texts are logged.
-      warms_up: whether programs for common requests are compiled at startup.
-      hosts: values of ``Host``, without the port, that requests must have; empty allows any.
-      origins: origins whose web pages may read answers; ``*`` allows any.
-    """
-
-    name: str
-    limits: Limits = Limits()
-    key: str | None = None
-    defaults: dict[str, Any] | None = None
-    length: int | None = None
-    logs_texts: bool = False
-    warms_up: bool = False
-    hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
-
-
-def make_app(
-    model: Model, engine: Engine, options: Options, *, slots: int, steps_per_call: int = 2
-) -> Starlette:
-    """Creates the application, which steps the engine while running and closes it at the end.
-
-    Only the application may step the engine, which runs `slots` rows in parallel. `steps_per_call`
-    is as in `AsyncEngine`.
-    """
-    server = _Server(model, AsyncEngine(engine, steps_per_call=steps_per_call), options, slots)
+def make_app(engine: AsyncEngine, options: Options) -> Starlette:
+    """Creates the application, which runs the engine, and closes it at the end."""
+    server = _Server(engine, options)
     routes = [
         Route("/health", server.health),
         Route("/metrics", server.kept(server.metrics_text)),
@@ -198,12 +162,10 @@ def make_app(
 class _Server:
     """The handlers of the routes, and the rows that run for them."""
 
-    def __init__(self, model: Model, engine: AsyncEngine, options: Options, slots: int):
-        self._model, self._engine, self._options = model, engine, options
-        self._planner = Planner(
-            model, options.name, options.limits, options.defaults, options.length or SHORT
-        )
-        self._num_rows, self._capacity = 0, slots + options.limits.waiting
+    def __init__(self, engine: AsyncEngine, options: Options):
+        self._model, self._engine, self._options = engine.engine.model, engine, options
+        self._planner = Planner(self._model, options)
+        self._num_rows, self._capacity = 0, engine.engine.sizes[-1] + options.max_waiting
         self._metrics = Metrics(engine.engine)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="requests")
         self._began, self._is_warm, self._is_ending = int(time.time()), False, False
@@ -284,14 +246,13 @@ class _Server:
         }
         if name is None:
             return Json({"object": "list", "data": [told]})
-        if name != self._options.name:
-            raise ApiError(404, f"model {name[:100]!r} is not served", "model", "model_not_found")
+        self._planner.check_model(name)
         return Json(told)
 
     async def texts(self, fields: type[SamplingFields], request: HttpRequest) -> Response:
-        body = await read_body(request, self._options.limits.body)
+        body = await read_body(request, self._options.max_body)
         path, began = request.url.path, time.perf_counter()
-        seconds = self._options.limits.seconds
+        seconds = self._options.max_seconds
         # A structure can take seconds to compile.
         with self._admitted(1):
             planning = self._run(lambda: self._planner.answer(parsed(fields, body)))
@@ -320,7 +281,7 @@ class _Server:
             self._count(path, status, began)
 
         spent = time.perf_counter() - began
-        return Events(run, ended, self._options.limits.seconds, spent)
+        return Events(run, ended, self._options.max_seconds, spent)
 
     def _count(self, path: str, status: int, began: float) -> None:
         route = path if not path.startswith("/v1/models/") else "/v1/models"
@@ -443,7 +404,8 @@ class _Server:
     def _of(self, answer: Answer, request: Request, reader: TextReader, row: Row) -> Done:
         """Returns a finished choice. The row can still be running."""
         text, places, is_stopped = reader.whole(row)
-        if is_broken(request.sample.structure, row.tokens[reader.start : places.stop]):
+        structure: Any = request.sample.structure
+        if structure and not structure.accepts(row.tokens[reader.start : places.stop]):
             raise ApiError(500, "the text violates its structure", code="structure")
         if not reader.is_infill and not answer.is_infill:
             return Done(text, row, places, is_stopped, prompt_tokens=reader.start)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal, Self
 
@@ -25,7 +25,6 @@ from dlm_jax.inference.reader import stops_of
 from dlm_jax.inference.request import (
     check_size,
     pattern_of_format,
-    settings_of_call,
     structured,
 )
 from dlm_jax.sampling.rules import BUILT_IN, with_rules
@@ -337,45 +336,47 @@ class Infill(SamplingFields):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a request.
+class Options:
+    """Options of a server.
 
     Attributes:
-      rows: maximum number of rows per request, over all prompts.
-      waiting: maximum number of rows that wait for a slot.
-      body: maximum size of a request in bytes.
-      seconds: maximum duration of a request in seconds, including waiting.
-      steps: maximum number of steps per row.
+      name: name under which the model is served.
+      max_rows: maximum number of rows per request, over all prompts.
+      max_waiting: maximum number of rows that wait for a slot.
+      max_body: maximum size of a request in bytes.
+      max_seconds: maximum duration of a request in seconds, including waiting.
+      max_steps: maximum number of steps per row.
+      key: API key that requests must contain; None if no key is required.
+      defaults: default settings of requests.
+      length: default number of new tokens in completions and infills.
+      logs_texts: whether prompts and texts are logged.
+      warms_up: whether programs for common requests are compiled at startup.
+      hosts: values of ``Host``, without the port, that requests must have; empty allows any.
+      origins: origins whose web pages may read answers; ``*`` allows any.
     """
 
-    rows: int = 128
-    waiting: int = 1024
-    body: int = 1 << 20
-    seconds: float = 600.0
-    steps: int = 4096
-
-
-SHORT = 16
-"""Default number of new tokens in completions and infills."""
+    name: str
+    max_rows: int = 128
+    max_waiting: int = 1024
+    max_body: int = 1 << 20
+    max_seconds: float = 600.0
+    max_steps: int = 4096
+    key: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    length: int = 16
+    logs_texts: bool = False
+    warms_up: bool = False
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
 
 
 class Planner:
-    """Converts requests to rows for one model.
+    """Converts requests to rows for one model."""
 
-    `length` is the default number of new tokens in completions and infills.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        name: str,
-        limits: Limits,
-        defaults: Mapping[str, Any] | None = None,
-        length: int = SHORT,
-    ):
-        self.model, self.name, self.limits = model, name, limits
-        self._length = length
-        self._defaults = dict(defaults or {})
+    def __init__(self, model: Model, options: Options):
+        self.model, self.name, self._options = model, options.name, options
+        self._length = options.length
+        self._defaults = dict(options.defaults)
         rules = self._defaults.pop("rules", ())
         self._rules = {"rules": rules} if rules else {}
         self._table = with_rules(rules)
@@ -387,7 +388,7 @@ class Planner:
         Raises:
           ApiError: the request is invalid.
         """
-        self._check_model(asked.model)
+        self.check_model(asked.model)
         if isinstance(asked, Chat):
             return self._chat(asked)
         if isinstance(asked, Infill):
@@ -482,7 +483,7 @@ class Planner:
         except ValueError as error:
             raise refused(str(error), "messages") from None
 
-    def _check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None) -> None:
         """Raises `ApiError` for an unknown model."""
         if name is not None and name != self.name:
             message = f"model {name[:100]!r} is not served; use {self.name!r}"
@@ -515,14 +516,12 @@ class Planner:
                 raise of_value(error, shape, structure=shape) from None
             settings["structure"] = structure
         count = asked.n or 1
-        if count * len(contents) > self.limits.rows:
+        if count * len(contents) > self._options.max_rows:
             raise refused(
-                f"{count} rows of {len(contents)} prompts exceed {self.limits.rows}; "
+                f"{count} rows of {len(contents)} prompts exceed {self._options.max_rows}; "
                 "send several requests",
                 "n" if count > 1 else "prompt",
             )
-        if asked.rivals:
-            settings = self._same_fill(settings)
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         common = {"seed": seed, "max_length": self._room(asked), "read_back": bool(asked.rivals)}
         common |= self._rules | self._defaults
@@ -538,24 +537,10 @@ class Planner:
                     raise refused(f"logprobs: {error}", "logprobs") from None
                 names = {"tokens": content, "prompt": content, "structure": shape}
                 raise of_value(error, content, **names) from None
-            if requests[-1].sample.steps > self.limits.steps:
-                steps, most = requests[-1].sample.steps, self.limits.steps
+            steps, most = requests[-1].sample.steps, self._options.max_steps
+            if steps > most:
                 raise refused(f"steps={steps} exceeds {most}; use fewer steps", "steps")
         return Answer(asked, self.name, self.model.tokenizer, requests, stops, stop_ids, seed)
-
-    def _same_fill(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Returns the settings with the fill and order of a request without candidates, so that
-        reading candidates does not change the text.
-        """
-        try:
-            known = layered(self._defaults, settings, table=self._table)
-            sample = settings_of_call(self.model, known | self._rules)
-        except ValueError:
-            return settings  # `make_requests` reports the error
-        pinned = {"fill": sample.fill}
-        if sample.order != settings.get("order", self.model.sample.order):
-            pinned["order"] = sample.order
-        return settings | pinned
 
     def _settings(self, asked: SamplingFields, length: int | None) -> dict[str, Any]:
         """Returns the given settings by name; `make_requests` checks their values."""

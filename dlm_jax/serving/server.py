@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import dlm_jax
-from dlm_jax import Engine, Model
+from dlm_jax import AsyncEngine, Engine, Model
 from dlm_jax.cli.common import (
     COUNT,
     PRESET,
@@ -45,9 +45,9 @@ from dlm_jax.config import layered, params_of, parse_flags, sample_settings
 from dlm_jax.hf.chat import ChatTemplate, check_template
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.sampling.rules import with_rules
-from dlm_jax.serving.app import Options, make_app
+from dlm_jax.serving.app import make_app
 from dlm_jax.serving.http import LOGGER, Server, listening, start_logs
-from dlm_jax.serving.protocol import Limits
+from dlm_jax.serving.protocol import Options
 from dlm_jax.settings import Rule
 
 _HOSTS = ("127.0.0.1", "[::1]", "localhost")
@@ -137,18 +137,16 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
         has_length = any(re.match(r"\s*gen.length\s*=", text) for text in args.default)
         options = Options(
             name=args.model_name or model_name(args),
-            limits=Limits(
-                rows=args.max_rows,
-                waiting=args.max_waiting,
-                body=args.max_body,
-                seconds=args.max_seconds,
-                steps=args.max_steps,
-            ),
+            max_rows=args.max_rows,
+            max_waiting=args.max_waiting,
+            max_body=args.max_body,
+            max_seconds=args.max_seconds,
+            max_steps=args.max_steps,
             key=key,
             logs_texts=args.log_texts,
             warms_up=not args.no_warm_up,
             defaults=defaults,
-            length=(defaults["gen_length"] or model.max_length) if has_length else None,
+            length=(defaults["gen_length"] or model.max_length) if has_length else 16,
             origins=_origins(args.allow_origin),
             hosts=_HOSTS if key is None and is_local else (),
         )
@@ -158,7 +156,7 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             sizes=(args.slots,) if args.one_size else None,
             max_waiting=None,
         )
-        app = make_app(model, engine, options, slots=args.slots, steps_per_call=args.steps_per_call)
+        app = make_app(AsyncEngine(engine, steps_per_call=args.steps_per_call), options)
     start_logs()
     LOGGER.info(heads)
     host, port = sock.getsockname()[:2]

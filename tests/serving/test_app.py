@@ -16,7 +16,6 @@ import pytest
 from serving_cases import EOS, MODEL, client_of, post, serving
 
 import dlm_jax
-from dlm_jax.serving.protocol import Limits
 from dlm_jax.structured import Structures
 
 
@@ -364,10 +363,10 @@ def test_clients_that_go_away_free_their_slots(running, client, stream, caplog):
 
 
 def test_keys_limits_and_time(monkeypatch):
-    limits = Limits(rows=8, waiting=1, body=2000, seconds=0.5)
+    limits = {"max_rows": 8, "max_waiting": 1, "max_body": 2000, "max_seconds": 0.5}
     slow = {"prompt": "A ", "max_tokens": 24, "steps": 4000, "resample": True,
             "order": "threshold", "threshold": 1.0}  # fmt: skip
-    with serving(key="secret", limits=limits) as running:
+    with serving(key="secret", **limits) as running:
         assert httpx.get(f"{running.url}/health").status_code == 200
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
             response = post(running, "/v1/completions", {"prompt": "A"}, **headers)
@@ -409,7 +408,7 @@ def _of_form(running, regex):
 
 def test_a_structure_that_compiles_for_long_delays_nobody_else(compiling):
     began, goes_on = compiling
-    with serving(limits=Limits(waiting=1)) as running, ThreadPoolExecutor() as threads:
+    with serving(max_waiting=1) as running, ThreadPoolExecutor() as threads:
         try:
             assert _of_form(running, "(cat|rat)").status_code == 200
             for n in range(1, 3):  # as many as are compiled at the same time
@@ -423,7 +422,7 @@ def test_a_structure_that_compiles_for_long_delays_nobody_else(compiling):
 
 
 def test_compilation_is_part_of_the_time_of_a_request_and_outlives_no_server(compiling):
-    with serving(limits=Limits(seconds=0.3)) as running:
+    with serving(max_seconds=0.3) as running:
         response = _of_form(running, "sat")
         assert response.status_code == 504 and response.json()["error"]["code"] == "timeout"
 

@@ -5,8 +5,9 @@ import pytest
 from serving_cases import MODEL, client_of, post, serving
 from starlette.testclient import TestClient
 
-from dlm_jax.inference.engine import Engine
-from dlm_jax.serving.app import Options, make_app
+from dlm_jax.inference.engine import AsyncEngine, Engine
+from dlm_jax.serving.app import make_app
+from dlm_jax.serving.protocol import Options
 
 SAID = [{"role": "user", "content": "The "}]
 
@@ -104,7 +105,7 @@ def test_bodies_that_any_page_may_send_without_a_preflight_are_refused(running, 
 
 
 def _app(**options):
-    return make_app(MODEL, Engine(MODEL, sizes=(4,)), Options("toy", **options), slots=4)
+    return make_app(AsyncEngine(Engine(MODEL, sizes=(4,))), Options("toy", **options))
 
 
 def test_a_host_of_another_name_is_refused():

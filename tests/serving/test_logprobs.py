@@ -14,6 +14,7 @@ from dlm_jax.data import ByteTokenizer, CharacterTokenizer, HubTokenizer, Subwor
 from dlm_jax.data.tokenizers import train_json
 from dlm_jax.model.transformer import build
 from dlm_jax.serving.answer import _TextEnd
+from dlm_jax.serving.protocol import Completion, Options, Planner
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,16 @@ def test_a_chat_tells_a_token_as_its_alternatives_do(running):
         assert told["logprob"] in [top["logprob"] for top in told["top_logprobs"]]
         values = [top["logprob"] for top in told["top_logprobs"]]
         assert values == sorted(values, reverse=True)
+
+
+def test_alternatives_change_no_setting_of_a_model_that_fills_in_waves():
+    network = build(toy.config(vocab_size=MODEL.tokenizer.vocab_size, add_sampler_head=True))
+    planner = Planner(dataclasses.replace(MODEL, network=network), Options("toy"))
+    plain, *others = (
+        planner.answer(Completion(prompt="The ", logprobs=count)).requests[0].sample
+        for count in (None, 0, 2)
+    )
+    assert plain.fill == "wavefront" and all(vars(one) == vars(plain) for one in others)
 
 
 def test_the_fill_of_a_model_is_kept_or_alternatives_are_refused():

@@ -18,7 +18,6 @@ from serving_cases import MODEL, post, serving
 from dlm_jax.data.tokenizers import CharacterTokenizer
 from dlm_jax.inference.engine import Engine
 from dlm_jax.serving import http
-from dlm_jax.serving.protocol import Limits
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +157,7 @@ SLOW = {"prompt": "A ", "max_tokens": 24, "steps": 4000, "resample": True, "orde
 def test_a_stream_that_waits_sends_comments(monkeypatch):
     """A proxy closes a connection on which nothing is sent."""
     monkeypatch.setattr(http, "_BEAT_SECONDS", 0.1)
-    with serving(limits=Limits(seconds=1)) as server:
+    with serving(max_seconds=1) as server:
         text = post(server, "/v1/completions", SLOW).text
     *comments, event = [part for part in text.split("\n\n") if part]
     assert len(comments) >= 4 and all(part.startswith(":") for part in comments)

@@ -184,7 +184,7 @@ def test_without_a_key_a_server_on_loopback_answers_its_own_hosts(
         monkeypatch.setenv("DLM_JAX_API_KEY", key)
     seen = {}
     monkeypatch.setattr(
-        "dlm_jax.serving.app.make_app", lambda *args, **more: seen.update(o=args[2])
+        "dlm_jax.serving.server.make_app", lambda engine, options: seen.update(o=options)
     )
     flags = ["--checkpoint", str(run_dir), "--port", "0", "--allow-origin", "https://a.example"]
     with contextlib.ExitStack() as undo:
