@@ -199,13 +199,11 @@ def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -
     pattern = own.get("structure") if pattern is None else pattern
     if not pattern:
         return own
-    settings = configs.layered(common, own)
+    settings = {**common, **own}
     length = settings.get("gen_length") or settings.get("max_length") or model.max_length
     if type(length) is not int:
         return own | {"structure": pattern}  # its own check refuses the length
-    needed = structured(model, settings, length)
-    needed = {name: value for name, value in needed.items() if name not in common}
-    return needed | own | {"structure": pattern}
+    return structured(model, common, own, pattern, length)
 
 
 def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from dlm_jax.distributed.partitions import OwnRows, num_shares, spans_processes, split_rows
 from dlm_jax.distributed.processes import totals
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import Request, check_canvas, static_of
+from dlm_jax.inference.request import Request, check_canvas
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.inference.slots import Bucket, Entry, Slots, compiled_loop, slot_count
 from dlm_jax.sampling.row import Counters
@@ -240,7 +240,7 @@ class Engine:
             groups: dict[Any, list[Request]] = {}
             for request in requests:
                 canvas = 0 if on_one_canvas else self._canvas(request)
-                groups.setdefault((static_of(request), canvas), []).append(request)
+                groups.setdefault((request.static, canvas), []).append(request)
             for (static, canvas), some in groups.items():
                 sizes = [slot_count(len(some), self._batch_size)]
                 if is_part:
@@ -478,7 +478,7 @@ class Engine:
 
     def _queue_of(self, request: Request) -> Queue:
         """Returns the queue of a request and creates it if no bucket fits."""
-        static, canvas = static_of(request), self._canvas(request)
+        static, canvas = request.static, self._canvas(request)
         for queue in sorted(self._queues, key=lambda queue: queue.bucket.canvas):
             is_near = queue.is_reserved or queue.bucket.canvas == canvas
             if is_near and queue.bucket.static == static and queue.bucket.holds(request):
@@ -588,33 +588,15 @@ class AsyncEngine:
 
     async def row(self, request: Request) -> Row:
         """Returns the finished row of a request. Cancelling the caller cancels the request."""
-        async with contextlib.aclosing(self._rows(request, False)) as rows:
+        async with contextlib.aclosing(self.watch(request, is_watched=False)) as rows:
             return await anext(rows)
 
-    def watch(self, request: Request) -> AsyncGenerator[Row, None]:
-        """Yields the canvas of a request before its first step, after later steps, and at its end.
-
-        The request is cancelled if the caller stops iterating.
+    async def watch(
+        self, request: Request, *, is_watched: bool = True
+    ) -> AsyncGenerator[Row, None]:
+        """Yields the canvas of a request at its end and, if `is_watched`, before its first step and
+        after later steps. The request is cancelled if the caller stops iterating.
         """
-        return self._rows(request, True)
-
-    async def close(self) -> None:
-        """Closes the engine after the current step. Waiting callers receive a ValueError."""
-        self._is_closing = True
-        self._work.set()
-        try:
-            while self.is_running:
-                await asyncio.sleep(0.01)
-        finally:
-            if self._driver is not None:
-                self._driver.join()  # also if the caller is cancelled
-            self.engine.close()
-            self._fail(ValueError("the engine is closed; create a new one"))
-        if self._error is not None:
-            raise self._error
-
-    async def _rows(self, request: Request, is_watched: bool) -> AsyncGenerator[Row, None]:
-        """Yields the rows of a request, which is cancelled if the caller stops before it ends."""
         engine, rows = self.engine, asyncio.Queue[Row | Exception]()
         if engine.share[1] == 1 and not self._is_closing and not engine.is_compiled(request):
             # Rows of other programs go on; all processes compile together.
@@ -635,6 +617,21 @@ class AsyncEngine:
                 with contextlib.suppress(ValueError):
                     engine.cancel(number)
                 self._work.set()
+
+    async def close(self) -> None:
+        """Closes the engine after the current step. Waiting callers receive a ValueError."""
+        self._is_closing = True
+        self._work.set()
+        try:
+            while self.is_running:
+                await asyncio.sleep(0.01)
+        finally:
+            if self._driver is not None:
+                self._driver.join()  # also if the caller is cancelled
+            self.engine.close()
+            self._fail(ValueError("the engine is closed; create a new one"))
+        if self._error is not None:
+            raise self._error
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs the engine and passes rows to their callers, until the engine is closed or the

@@ -15,7 +15,6 @@ from dlm_jax.inference.request import (
     make_requests,
     only_chains_in_use,
     settings_of_call,
-    static_of,
 )
 from dlm_jax.inference.results import Row, Texts, texts_of
 from dlm_jax.settings import SettingError
@@ -165,7 +164,7 @@ def all_requests(
             if len(prompts) == 1:
                 raise
             raise ValueError(f"prompt {index}: {error}") from None
-    if len({static_of(request) for request in requests if request.trace}) > 1:
+    if len({request.static for request in requests if request.trace}) > 1:
         why = "requires rows that run in one program, but these differ in static settings"
         raise SettingError("trace", True, why, "sample them in several calls")
     if not requests:

@@ -22,7 +22,6 @@ from dlm_jax.data import (
     Tokenizer,
     check_fits,
     from_json,
-    noise_ids,
     prefix_of,
 )
 from dlm_jax.distributed import compiler
@@ -46,7 +45,7 @@ from dlm_jax.hf import (
 )
 from dlm_jax.model.lora import merged
 from dlm_jax.model.transformer import build
-from dlm_jax.objectives.corruption import SCHEDULES, Schedule
+from dlm_jax.objectives.corruption import SCHEDULES
 from dlm_jax.objectives.processes import Process, noise_process
 from dlm_jax.randomness import check_settings, key_of
 from dlm_jax.sampling.params import PRESETS
@@ -129,11 +128,6 @@ class Model:
         return is_trained and reveal > 0 and self.process.is_masked
 
     @property
-    def noise(self) -> Schedule:
-        """The noise schedule used in training; linear for a custom network."""
-        return SCHEDULES[self._objective.schedule](self._objective.schedule_power)
-
-    @property
     def process(self) -> Process:
         """The forward process used in training; the masked process for a custom network."""
         return noise_process(self._objective)
@@ -141,11 +135,6 @@ class Model:
     @property
     def _objective(self) -> ObjectiveConfig:
         return ObjectiveConfig() if self.config is None else self.config.objective
-
-    @property
-    def noise_ids(self) -> tuple[int, ...]:
-        """Ids that the forward process can use as noise."""
-        return noise_ids(self.tokenizer)
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
@@ -195,7 +184,7 @@ class Model:
             banned_ids=self.banned_ids,
             eos_ids=self.eos_ids,
             space_id=-1 if space_id is None else space_id,
-            noise=self.noise,
+            noise=SCHEDULES[self._objective.schedule](self._objective.schedule_power),
             heads=self.heads,
             has_cache=self.network.cached is not None,
             is_causal=self.is_causal,

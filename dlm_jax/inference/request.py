@@ -19,7 +19,13 @@ from dlm_jax.inference.host import HostSampler, shown
 from dlm_jax.inference.model import Model
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.orders import QuotaRule
-from dlm_jax.sampling.params import SamplingParams, given_settings, resolve, values_of_row
+from dlm_jax.sampling.params import (
+    SamplingParams,
+    given_settings,
+    layered,
+    resolve,
+    values_of_row,
+)
 from dlm_jax.sampling.propose import Constrained, FillRule, Parallel
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable, with_rules
@@ -273,6 +279,16 @@ def _check_structure(request: Request, automaton: Automaton, mask_id: int) -> No
     require(can_end, "structure", UNSET, "cannot match the given text and its holes")
 
 
+class Static(NamedTuple):
+    """The static settings. Rows with the same static settings can run together."""
+
+    table: RuleTable
+    rules: tuple[Any, ...]
+    is_guided: bool
+    needs_host: bool
+    is_traced: bool
+
+
 @dataclass(frozen=True)
 class Request:
     """One row to denoise.
@@ -312,6 +328,12 @@ class Request:
         """True if Python must read the row at every step."""
         return self.read_back or self.host_sampler is not None
 
+    @property
+    def static(self) -> Static:
+        sample, table = self.sample, self.sample.table
+        is_guided = sample.guidance > 0
+        return Static(table, table.static(sample), is_guided, self.needs_host, self.trace)
+
     def is_open(self, mask_id: int) -> np.ndarray:
         """True at the holes and at the tokens of a draft."""
         is_hole = self.tokens == mask_id
@@ -333,27 +355,6 @@ class Request:
         if self.trace and self.needs_host:
             why = "is not supported with host samplers and read-back"
             raise SettingError("trace", True, why, "remove them, or use trace=False")
-
-
-class Static(NamedTuple):
-    """The static settings. Rows with the same static settings can run together."""
-
-    table: RuleTable
-    rules: tuple[Any, ...]
-    is_guided: bool
-    needs_host: bool
-    is_traced: bool
-
-
-def static_of(request: Request) -> Static:
-    sample = request.sample
-    return Static(
-        table=sample.table,
-        rules=sample.table.static(sample),
-        is_guided=sample.guidance > 0,
-        needs_host=request.needs_host,
-        is_traced=request.trace,
-    )
 
 
 def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, Rules]:
@@ -522,22 +523,27 @@ def pattern_of_format(form: Any) -> str | None:
     return regex_of_schema(schema)
 
 
-def structured(model: Model, settings: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Returns the settings of a request with a structure, with defaults with which it can run.
+def structured(
+    model: Model, common: Mapping[str, Any], own: Mapping[str, Any], pattern: str, length: int
+) -> dict[str, Any]:
+    """Returns the own settings of a request with a structure, and the defaults that it needs, for
+    settings that neither `own` nor `common` gives.
 
-    `length` is the number of new tokens, or a limit of it.
+    `pattern` is the regular expression, and `length` the number of new tokens, or a limit of it.
     """
-    table = with_rules(settings.get("rules"))
+    table = with_rules(common.get("rules"))
+    settings = layered(common, own, table=table)
     for name in settings.keys() & {"fill", "block_length"}:
         table.settings[name].checked(settings[name])
     fill = table.fill.get(settings.get("fill", model.sample.fill))
-    if fill is not None and issubclass(fill, Constrained):
-        return {"order": "random_filled", "schedule": "linear", "ignore_eos": False, **settings}
-    block = settings.get("block_length", model.sample.block_length)
-    block = block or model.network.block_length
-    steps = (length // block + 2) * block if block else length
-    needed = {"order": "left_to_right", "schedule": "linear", "ignore_eos": False, "steps": steps}
-    return {**needed, **settings}
+    needed = {"order": "random_filled", "schedule": "linear", "ignore_eos": False}
+    if fill is None or not issubclass(fill, Constrained):
+        block = settings.get("block_length", model.sample.block_length)
+        block = block or model.network.block_length
+        steps = (length // block + 2) * block if block else length
+        needed |= {"order": "left_to_right", "steps": steps}
+    needed = {name: value for name, value in needed.items() if name not in common}
+    return needed | dict(own) | {"structure": pattern}
 
 
 def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SamplingParams:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax import devices
+from dlm_jax.data import noise_ids
 from dlm_jax.distributed import compiler
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.results import canvas_size
@@ -183,7 +184,7 @@ def score_rows(
         mask_id=model.tokenizer.mask_id,
         eos_id=model.tokenizer.eos_id,
         process=model.process,
-        noise_ids=model.noise_ids,
+        noise_ids=noise_ids(model.tokenizer),
     )
     given = rows.get("given", np.zeros_like(rows["length"]))
     columns = [np.asarray(x, np.int32) for x in (rows["tokens"], rows["length"], given)]

@@ -18,7 +18,7 @@ from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import OwnRows, placement, split_rows
 from dlm_jax.inference.host import HostLoop, moved
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import Request, columns, static_of
+from dlm_jax.inference.request import Request, columns
 from dlm_jax.inference.results import Row
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance, start
@@ -62,7 +62,7 @@ class Bucket:
     """
 
     def __init__(self, requests: Sequence[Request], facts: ModelFacts, canvas: int):
-        self.static, self.canvas, self._facts = static_of(requests[0]), canvas, facts
+        self.static, self.canvas, self._facts = requests[0].static, canvas, facts
         steps = max(request.sample.steps for request in requests)
         self.num_traced = 1 << (steps - 1).bit_length() if self.static.is_traced else 0
         self._shapes = self._pack_shapes(requests)

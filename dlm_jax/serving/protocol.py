@@ -19,7 +19,6 @@ import pydantic
 from pydantic import Field
 
 from dlm_jax import Model, Request, make_requests
-from dlm_jax.config import layered
 from dlm_jax.hf.chat import RESERVED
 from dlm_jax.inference.reader import stops_of
 from dlm_jax.inference.request import (
@@ -508,13 +507,11 @@ class Planner:
                 name = "stop" if stops else "stop_token_ids"
                 raise refused(f"{name} can truncate a structure; remove {name} or {shape}", name)
             try:
-                structure = self.model.structures.automaton(pattern)
-                known = layered(self._defaults, settings, table=self._table)
+                common = self._defaults | self._rules
                 most = asked.max_tokens or self._room(asked)
-                settings = structured(self.model, known | self._rules, most)
+                settings = structured(self.model, common, settings, pattern, most)
             except ValueError as error:
                 raise of_value(error, shape, structure=shape) from None
-            settings["structure"] = structure
         count = asked.n or 1
         if count * len(contents) > self._options.max_rows:
             raise refused(

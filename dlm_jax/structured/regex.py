@@ -170,17 +170,6 @@ class ByteAutomaton(NamedTuple):
     is_final_S: np.ndarray
     start: int
 
-    def after(self, text: str, state: int | None = None) -> int:
-        """The state after a text; 0 if no match begins with it."""
-        state = self.start if state is None else state
-        for byte in text.encode():
-            state = int(self.next_SK[state, self.class_of_256[byte]])
-        return state
-
-    def accepts(self, text: str) -> bool:
-        """True if the whole text matches."""
-        return bool(self.is_final_S[self.after(text)])
-
 
 def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
     r"""The smallest automaton that accepts exactly the full matches of an expression.

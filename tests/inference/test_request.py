@@ -15,7 +15,6 @@ from dlm_jax.inference.request import (
     check_canvas,
     columns,
     only_chains_in_use,
-    static_of,
 )
 from dlm_jax.sampling.rules import ModelFacts
 from dlm_jax.settings import on_device
@@ -71,8 +70,8 @@ def test_rows_that_agree_in_what_is_compiled_in_run_together():
         _request(edit=True, edit_token="mask"), _request(renoise="mask", renoise_start=0.5),
         _request(read_back=True),
     ]  # fmt: skip
-    assert len(set(map(static_of, alike))) == 1
-    assert len(set(map(static_of, [*alike, *others, *others]))) == 1 + len(others)
+    assert len({one.static for one in alike}) == 1
+    assert len({one.static for one in [*alike, *others, *others]}) == 1 + len(others)
 
 
 @pytest.mark.parametrize(
