@@ -268,13 +268,13 @@ class Engine:
             if example.host_sampler is not None:
                 example = dataclasses.replace(example, host_sampler=lambda seen: int(seen.ids[0]))
             running = {0: Entry(number=0, request=example, slot=0)}
-            slots = self._slots(queue.bucket, size)
+            slots = Slots(self.model, queue.bucket, size, max_candidates=self._max_candidates)
             slots.put(running)
             slots.advance(running, 1)
             slots.put(running)
             for other in queue.sizes:
                 if other != size:
-                    slots.resized(compiled_loop(self.model, queue.bucket, other), other, [0])
+                    slots.resized(other, [0])
 
     def is_compiled(self, request: Request) -> bool:
         """Returns whether a program in which the request can run has been compiled."""
@@ -444,7 +444,7 @@ class Engine:
         size = next((size for size in queue.sizes if size >= work), queue.sizes[-1])
         slots = queue.slots
         if slots is None:
-            return self._slots(queue.bucket, size)
+            return Slots(self.model, queue.bucket, size, max_candidates=self._max_candidates)
         loop = compiled_loop(self.model, queue.bucket, size)
         if size == slots.num_slots or (size < slots.num_slots and not loop.steps.has_run):
             return slots
@@ -453,7 +453,7 @@ class Engine:
         for slot, entry in queue.running.items():
             entry.slot = slot
         queue.evicted.clear()
-        return slots.resized(loop, size, moves)
+        return slots.resized(size, moves)
 
     def report(self) -> Report:
         with self._lock:
@@ -528,10 +528,6 @@ class Engine:
             f"{self._canvases[-1]}; use an engine with a longer one"
         )
 
-    def _slots(self, bucket: Bucket, size: int) -> Slots:
-        loop = compiled_loop(self.model, bucket, size)
-        return Slots(loop, self.model, bucket, size, max_candidates=self._max_candidates)
-
     def _unstarted(self, entry: Entry, status: Status, error: Exception | None = None) -> Row:
         """Returns the row of a request before its first step."""
         tokens = entry.request.tokens.astype(np.int32)
@@ -602,7 +598,10 @@ class AsyncEngine:
             # Rows of other programs go on; all processes compile together.
             await asyncio.to_thread(engine.warm_up, request)
         if not self.is_running or self._is_closing:
-            raise ValueError("the engine does not run; create one and enter it by `async with`")
+            raise ValueError(
+                "the engine does not run: it was not entered, is closed or has failed; create one "
+                "and enter it by `async with`"
+            )
         number = engine.submit(request, is_watched=is_watched)
         self._callers[number] = rows
         self._work.set()

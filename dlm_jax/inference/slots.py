@@ -200,18 +200,11 @@ class Slots:
     among the processes, and all processes must call `put` and `advance` together.
     """
 
-    def __init__(
-        self,
-        loop: CompiledLoop,
-        model: Model,
-        bucket: Bucket,
-        num_slots: int,
-        *,
-        max_candidates: int = 64,
-    ):
-        self.loop, self.bucket, self.num_slots = loop, bucket, num_slots
+    def __init__(self, model: Model, bucket: Bucket, num_slots: int, *, max_candidates: int = 64):
+        self.loop = compiled_loop(model, bucket, num_slots)
+        self.bucket, self.num_slots = bucket, num_slots
         self._model, self._max_candidates = model, max_candidates
-        self._local = OwnRows(placement(loop.program.rows, model.params), num_slots)
+        self._local = OwnRows(placement(self.loop.program.rows, model.params), num_slots)
         self._state: State | None = None
         self._steps = np.zeros(self._local.count, np.int32)
         self._counters = np.zeros((len(Counters._fields), self._local.count), np.int32)
@@ -267,19 +260,19 @@ class Slots:
         ended = [running[slot] for slot in sorted(running) if status_B[slot] != Status.RUNNING]
         return ended, taken_B, Counters(*counted.tolist())
 
-    def resized(self, loop: CompiledLoop, num_slots: int, moves: Sequence[int]) -> Slots:
+    def resized(self, num_slots: int, moves: Sequence[int]) -> Slots:
         """Moves the rows in the slots `moves` to the first of `num_slots` slots, in this order.
 
         The old `Slots` object must not be used afterwards.
         """
         limit = self._max_candidates
-        new = Slots(loop, self._model, self.bucket, num_slots, max_candidates=limit)
+        new = Slots(self._model, self.bucket, num_slots, max_candidates=limit)
         count, moves = len(moves), list(moves)
         if self._state is not None:
             index = np.zeros(num_slots, np.int32)
             index[:count] = moves
             is_held = np.arange(num_slots) < count
-            state = self.loop.move(self._state, jnp.asarray(index), jnp.asarray(is_held))
+            state = new.loop.move(self._state, jnp.asarray(index), jnp.asarray(is_held))
             new._state = new._local.place(state)
         new._steps[:count] = self._steps[moves]
         new._counters[:, :count] = self._counters[:, moves]

@@ -173,7 +173,7 @@ def test_nothing_runs_behind_the_context_and_nothing_is_taken_outside_of_it():
     (long,) = make_requests(MODEL, "", {"gen_length": 30, "steps": 30})
 
     async def leave(engine):
-        with pytest.raises(ValueError, match="does not run; create one and enter it"):
+        with pytest.raises(ValueError, match="does not run: it was not entered"):
             await engine.row(request(4))
         with pytest.raises(KeyError):  # noqa: PT012
             async with engine:

@@ -8,10 +8,12 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import toy
 from canvases import Row, holes
 
 from dlm_jax.config import SamplingParams
+from dlm_jax.inference import slots as slots_module
 from dlm_jax.inference.request import Request
 from dlm_jax.inference.slots import Bucket, CompiledLoop, Entry, Slots, slot_count
 from dlm_jax.sampling.rules import ModelFacts
@@ -28,6 +30,11 @@ def _loop():
     return CompiledLoop(canvases.shared_advance())
 
 
+@pytest.fixture(autouse=True)
+def _toy_loop(monkeypatch):
+    monkeypatch.setattr(slots_module, "compiled_loop", lambda model, bucket, num_slots: _loop())
+
+
 def _entry(slot, row):
     sample = SamplingParams(
         steps=row.steps, temperature=row.temperature, order="random", chain=CHAIN
@@ -39,7 +46,7 @@ def _entry(slot, row):
 def _slots(entries, num_slots=8):
     """Slots that run these entries by slot."""
     bucket = Bucket([entry.request for entry in entries.values()], FACTS, 64)
-    slots = Slots(_loop(), SimpleNamespace(params=toy.params()), bucket, num_slots)
+    slots = Slots(SimpleNamespace(params=toy.params()), bucket, num_slots)
     slots.put(entries)
     return slots
 
@@ -90,7 +97,7 @@ def test_a_row_that_is_taken_away_stops_and_rows_move_in_the_middle_of_their_wor
     del running[2]
     assert slots.advance(running, 1)[1][2] == 0
     moves = [4, 1]
-    slots = slots.resized(_loop(), 4, moves)
+    slots = slots.resized(4, moves)
     running = {new: running[old] for new, old in enumerate(moves)}
     for slot, entry in running.items():
         entry.slot = slot
