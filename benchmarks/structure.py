@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "dlm_jax"
@@ -116,19 +117,27 @@ def walks() -> dict[str, list[str]]:
     from dlm_jax.cli import train
     from dlm_jax.config import Config
     from dlm_jax.inference.request import Request
+    from dlm_jax.sampling import loop
     from dlm_jax.sampling.state import State
 
-    model = dlm_jax.load("shakespeare")
+    model, steps, one_step = dlm_jax.load("shakespeare"), [], loop.step
 
-    def generate() -> None:
-        dlm_jax.generate(model, prompt="ROMEO:", gen_length=8, steps=4)
+    def step(*args: Any) -> Any:
+        made: list[Any] = []
+        steps.append(walk(lambda: made.append(one_step(*args)), (State,)))
+        return made[0]
+
+    def generate(**settings: Any) -> None:
+        dlm_jax.generate(model, prompt="ROMEO:", gen_length=8, steps=4, **settings)
 
     def dry_run() -> None:
         train.main(["--config", "quickstart", "--dry-run"])
 
+    with mock.patch.object(loop, "step", step):
+        generate(fill="wavefront", order="threshold")
     return {
         "a request through `generate`": walk(generate, (Request,)),
-        "a row through one traced step": walk(generate, (State,)),
+        "a row through one traced step": steps[0],
         "a config through a dry run": walk(dry_run, (Config,)),
     }
 

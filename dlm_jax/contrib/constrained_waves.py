@@ -24,7 +24,7 @@ from dlm_jax.sampling.rule_tools import (
     put,
     right_of,
 )
-from dlm_jax.settings import SettingError, require_head
+from dlm_jax.settings import SettingError
 
 
 @rule
@@ -61,11 +61,6 @@ class ConstrainedWaves(Constrained):
                 f"stores values of the LM head, but fill={cls.name!r} draws from the sampler head",
                 "for example, use order='threshold'",
             )
-
-    @classmethod
-    def check_model(cls, row: Any, facts: Any) -> None:
-        super().check_model(row, facts)
-        require_head("sampler", facts, "fill", cls.name, "use fill='parallel'")
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:

@@ -34,13 +34,11 @@ from dlm_jax.sampling.rule_tools import (
     QuotaRule,
     choose,
     exceeds,
-    falling,
     linear_quota,
     log_odds,
     log_odds_of,
     maximum,
     place_of_largest,
-    reached,
     reaches,
 )
 from dlm_jax.settings import SettingError, check_ids
@@ -73,6 +71,11 @@ def _share(name: str, default: float, about: str) -> Any:
     return _number(name, default, about, low=0.0, high=1.0)
 
 
+def reached(confidence_BL: jax.Array, threshold_B: jax.Array) -> jax.Array:
+    """True where the confidence, in log-odds, is at or above that of the threshold."""
+    return reaches(confidence_BL, log_odds_of(threshold_B)[:, None], 1.0)
+
+
 @rule
 class Frechet(Confident):
     """Commits the most confident holes with ``L_n - U_n > delta``, and at least one hole.
@@ -99,10 +102,9 @@ class Frechet(Confident):
     confidence: Measure = static(CONFIDENCE)
 
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
-        sure_BL, place_1L = (
-            falling(context, proposal),
-            jnp.arange(context.is_hole_BL.shape[1])[None],
-        )
+        sure_BL = jnp.where(context.is_hole_BL, proposal.confidence_BL, -jnp.inf)
+        sure_BL = jnp.sort(sure_BL, axis=1, descending=True)
+        place_1L = jnp.arange(sure_BL.shape[1])[None]
         is_hole_BL = place_1L < jnp.sum(context.is_hole_BL, axis=1, keepdims=True)
         doubt_BL = jnp.where(is_hole_BL, jax.nn.sigmoid(-sure_BL), jnp.inf)
         lead_BL = jnp.maximum(1.0 - jnp.cumsum(doubt_BL, axis=1), 0.0) - doubt_BL
@@ -305,13 +307,11 @@ class PositionAware(Confident):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        super().check(row)
         QuotaRule.check(row)
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         """Raises ValueError if a frequency is given for an id outside the vocabulary."""
-        super().check_model(row, facts)
         check_ids("common_ids", (id_ for id_, _ in row.common_ids), facts.vocab_size)
 
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
@@ -358,7 +358,6 @@ class Prophet(Confident):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        super().check(row)
         if row.resample:
             raise SettingError(
                 "resample",
@@ -695,7 +694,6 @@ class SlowFast(Confident):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        super().check(row)
         if row.edits:
             raise SettingError(
                 "edit", True, "changes the span of order='slow_fast'", "use order='threshold'"

@@ -20,7 +20,6 @@ from dlm_jax.inference.request import (
     PROMPT_KEYS,
     Request,
     check_canvas,
-    check_trace,
     columns,
     only_chains_in_use,
     room_of,
@@ -203,7 +202,7 @@ def sampler(
         raise SettingError(name, UNSET, "is not a setting of a sampler", remedy)
     sample = settings_of_call(model, settings)
     if trace:
-        check_trace(sample)
+        sample.table.check_trace(sample)
     tokens = np.full(1, model.tokenizer.mask_id, np.int32)
     room = room_of(model, max_length)
     capacity = room if sample.edits else 0

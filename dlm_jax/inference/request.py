@@ -31,7 +31,7 @@ from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable, with_rules
 from dlm_jax.sampling.transforms import TopK
 from dlm_jax.sampling.transforms.structure import automaton_of
-from dlm_jax.sampling.transforms.transform import Pointwise, refuse_memory
+from dlm_jax.sampling.transforms.transform import Pointwise
 from dlm_jax.settings import UNSET, SettingError, require
 from dlm_jax.structured import regex_of_schema
 from dlm_jax.structured.automaton import Automaton
@@ -188,16 +188,7 @@ def check_settings(model: Model, sample: SamplingParams) -> None:
     why = f"fills holes, but the model was trained with objective.process={process!r}"
     is_fine = model.process.is_masked or sample.is_noise
     require(is_fine, "order", sample.order, why, "use order='posterior'")
-    for rule in sample.table.of(sample):
-        rule.check_model(sample, facts)
-    sample.table.check_chain(sample, facts)
-
-
-def check_trace(sample: SamplingParams) -> None:
-    """Raises ValueError for settings that do not support traces and replay."""
-    refuse_memory(sample, "has no trace, because it depends on the parameters")
-    for rule in sample.table.of(sample):
-        rule.check_trace(sample)
+    sample.table.check_model(sample, facts)
 
 
 def check_canvas(request: Request, facts: ModelFacts, *, mask_id: int) -> None:
@@ -484,7 +475,7 @@ def make_requests(
             tokens, sample, seed + index, is_draft, **host, capacity=capacity, trace=trace
         )
         if trace:
-            check_trace(sample)
+            sample.table.check_trace(sample)
         check_canvas(request, model.facts, mask_id=model.tokenizer.mask_id)
         requests.append(request)
     return requests

@@ -309,7 +309,25 @@ def cut(x_NLD: jax.Array, place_N: jax.Array, size: int) -> jax.Array:
     )
 
 
-def read_head(program: Program, params: Params, name: str, hidden_BLD: jax.Array) -> jax.Array:
-    """The sigmoid of a head of the network at every position, ``[B, L]``."""
-    logit_P = program.network.heads[name](params, hidden_BLD.reshape(-1, hidden_BLD.shape[2]))
-    return jax.nn.sigmoid(logit_P).reshape(hidden_BLD.shape[:2])
+def read_head(
+    program: Program,
+    params: Params,
+    state: State,
+    name: str,
+    tokens_BL: jax.Array,
+    reads_B: jax.Array,
+) -> tuple[jax.Array, Counters]:
+    """The sigmoid of a head of the network at every position of a canvas, ``[B, L]``, and the
+    counts of this forward pass. It is computed if any row reads it.
+    """
+    network, length_B = program.network, state.canvas.length_B
+
+    def read() -> jax.Array:
+        hidden_BLD = hidden(network, params, tokens_BL, length_B)
+        logit_P = network.heads[name](params, hidden_BLD.reshape(-1, hidden_BLD.shape[2]))
+        return jax.nn.sigmoid(logit_P).reshape(tokens_BL.shape)
+
+    none_BL = jnp.zeros(tokens_BL.shape, jnp.float32)
+    value_BL = jax.lax.cond(jnp.any(reads_B), read, lambda: none_BL)
+    places_B = length_B * (reads_B if state.rules.cache is not None else 0)
+    return value_BL, Counters(forwards=reads_B.astype(jnp.int32), positions=places_B)

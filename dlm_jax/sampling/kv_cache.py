@@ -13,17 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.sampling.blocks import CurrentBlock
-from dlm_jax.settings import (
-    Rule,
-    Setting,
-    SettingError,
-    fact,
-    per_row,
-    reads,
-    require,
-    require_values,
-    rule,
-)
+from dlm_jax.settings import Rule, Setting, fact, per_row, reads, require, require_values, rule
 
 
 class CacheState(NamedTuple):
@@ -69,28 +59,6 @@ class KVCache(Rule, ABC):
         The window of each row begins at `begin_B`, and `valid_B` is that of `CacheState`.
         """
 
-    @classmethod
-    def is_used(cls, row: Any) -> bool:
-        return True  # the setting `cache` selects the rule
-
-    @classmethod
-    def check(cls, row: Any) -> None:
-        """Raises if edits are enabled, because edits move tokens to other positions."""
-        why = f"moves tokens, which cache={cls.name!r} does not support"
-        require(not row.edits, "edit", True, why, "use cache='none'")
-
-    @classmethod
-    def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises for a network without `Network.cached`."""
-        why = "requires a network that supports a cache (Network.cached)"
-        require(facts.has_cache, "cache", cls.name, why, "use cache='none'")
-
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        """Raises unless the cache is exact."""
-        why = "has no trace, because a replay computes exact values"
-        raise SettingError("cache", cls.name, why, "use cache='none'")
-
 
 @rule
 class Exact(KVCache):
@@ -109,12 +77,7 @@ class Exact(KVCache):
     canvas_length: int = fact("canvas_length", 0)
 
     @classmethod
-    def check_trace(cls, row: Any) -> None:
-        """Accepts traces, because a replay without a cache computes the same values."""
-
-    @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        super().check_model(row, facts)
         is_exact = facts.is_causal or facts.block_length > 1 or facts.canvas_length
         why = "requires model.attention_type='causal', or 'block_causal' with blocks of 2 or more"
         require(bool(is_exact), "cache", "exact", why, "use cache='dual'")
@@ -181,7 +144,6 @@ class Dual(KVCache):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        super().check_model(row, facts)
         is_other = facts.is_causal or facts.block_length or facts.canvas_length
         why = "supports only bidirectional models"
         require(not is_other, "cache", cls.name, why, "use cache='exact', which is exact")

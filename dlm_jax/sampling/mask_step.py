@@ -8,7 +8,6 @@ forward pass.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -16,38 +15,38 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.blocks import choose
-from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, head_of, preferences
+from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, head_of
 from dlm_jax.sampling.commit.orders import show_confidence
 from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import PositionMap, moved, moved_boundary, position_map_of
 from dlm_jax.sampling.edits.scores import read_logprobs
 from dlm_jax.sampling.edits.trial import gain_of_edits
 from dlm_jax.sampling.forward import forward, read_head
-from dlm_jax.sampling.kv_cache import CacheState
-from dlm_jax.sampling.positions import TrunkOutput, hidden
+from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose.fill import FillInput, FillOutput
 from dlm_jax.sampling.remask import RENOISE_SALT, RemaskContext
-from dlm_jax.sampling.row import TIES, Counters
+from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import (
     EDITED,
     State,
     check_choice,
+    commit_tokens,
     end_step,
     move_state,
     overwrite,
+    record_step,
     refines,
     reset_state,
     step_chain,
     step_keys,
+    tie_preferences,
     token_positions,
     visible_context,
 )
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.types import Canvas, Params, live_positions
-
-_LOWER = TIES.code("lower")
 
 
 class StepProposal(NamedTuple):
@@ -58,8 +57,6 @@ class StepProposal(NamedTuple):
     commit: CommitContext
     context: Context  # the visible tokens, for logit transforms
     output: TrunkOutput
-    cache: CacheState | None  # after the forward pass
-    counters: Counters  # of the step so far
     filled: FillOutput
 
 
@@ -74,47 +71,47 @@ def step(program: Program, params: Params, state: State) -> State:
 
 
 def propose_step(program: Program, params: Params, state: State) -> tuple[State, StepProposal]:
-    """The state after re-noise, and candidates for the open positions of the step."""
+    """The state after re-noise and the forward pass, and candidates for the open positions."""
     if state.rules.renoise is not None:
         state = apply_renoise(program, state)
     rules, rule, block = state.rules, state.rules.commit, state.block
     assert isinstance(rule, CommitRule), "a noise rule has its own step"
-    tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
-    num_positions = tokens_BL.shape[1]
-    rule_key_B = step_keys(state)[1]
+    tokens_BL, num_positions = state.canvas.tokens_BL, state.canvas.tokens_BL.shape[1]
 
     # Mask: the holes of the block, and the open positions, which receive a candidate. At the last
     # step of a block, these include every MASK.
+    context, key_B = visible_context(state, mask_id=program.mask_id), step_keys(state)[1]
     is_token_BL = token_positions(state, mask_id=program.mask_id)
-    is_free_BL = state.is_free_BL & state.is_stepping_B[:, None]
+    is_free_BL = state.is_stepping_B[:, None] & state.is_free_BL
     is_last_BL = block.is_last_step_B[:, None]
+    is_written_BL = is_free_BL & is_token_BL
+    is_hole_BL = is_free_BL & ~(is_token_BL & ~state.row.resamples_B[:, None])
     commit = CommitContext(
-        is_hole_BL=is_free_BL & ~(is_token_BL & ~state.row.resamples_B[:, None]),
+        is_hole_BL=is_hole_BL,
         first_holes_B=block.first_holes_B,
         step_B=block.step_B,
         steps_B=block.steps_B,
-        key_B=rule_key_B,
+        key_B=key_B,
         is_token_BL=is_token_BL,
-        preference_BL=preferences(rule_key_B, state.row.ties_B == _LOWER, num_positions),
+        written_BL=None if rule.rewrites is None else jnp.where(is_written_BL, tokens_BL, -1),
+        preference_BL=tie_preferences(state, key_B),
     )
+    is_open_BL = rule.eligible(state.rule_state, commit) | (is_last_BL & ~is_token_BL)
+    is_open_BL &= is_hole_BL
     if rule.rewrites is not None:
-        commit = commit._replace(written_BL=jnp.where(is_free_BL & is_token_BL, tokens_BL, -1))
-    is_open_BL = rule.eligible(state.rule_state, commit)
-    is_open_BL = commit.is_hole_BL & (is_open_BL | (is_last_BL & ~is_token_BL))
-    if commit.written_BL is not None:
-        is_open_BL |= commit.written_BL >= 0
+        is_open_BL |= is_written_BL
 
     # Tokens to score for the remask rule and for edits, and positions whose logits edits read.
     own_BL = is_read_BL = is_scored_BL = None
     if rules.remask is not None:
-        is_read_BL = is_free_BL & is_token_BL & ~is_open_BL
+        is_read_BL = is_written_BL & ~is_open_BL
         if "logprobs" not in rules.remask.needs:
             is_read_BL &= state.committed_BL < 0
         is_read_BL &= rules.remask.is_active()[:, None] & ~is_last_BL
         own_BL = jnp.where(is_read_BL, tokens_BL, -1)
     if rules.edit is not None:
         is_scored_BL = with_neighbors(editable_positions(state))
-        is_scored_BL &= live_positions(length_B, num_positions)
+        is_scored_BL &= live_positions(state.canvas.length_B, num_positions)
         is_own_BL = is_scored_BL & is_token_BL & ~is_open_BL
         own_BL = jnp.where(is_own_BL, tokens_BL, -1 if own_BL is None else own_BL)
 
@@ -123,7 +120,6 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
     commit = commit._replace(attention_BLL=output.attention_BLL)
 
     # Propose.
-    context = visible_context(state, mask_id=program.mask_id)
     filled = draw_candidates(
         program,
         params,
@@ -136,17 +132,9 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         own_BL=own_BL,
         is_scored_BL=is_scored_BL,
     )
-    num_open_B = jnp.sum(is_open_BL, axis=1)
-    return state, StepProposal(
-        is_open_BL=is_open_BL,
-        is_read_BL=is_read_BL,
-        commit=commit,
-        context=context,
-        output=output,
-        cache=cache,
-        counters=counters.plus(Counters(filled=num_open_B, **filled.counts)),
-        filled=filled,
-    )
+    counters = counters.plus(Counters(filled=jnp.sum(is_open_BL, axis=1), **filled.counts))
+    state = state._replace(cache=cache, counters=state.counters.plus(counters))
+    return state, StepProposal(is_open_BL, is_read_BL, commit, context, output, filled)
 
 
 def commit_step(
@@ -155,37 +143,24 @@ def commit_step(
     """The state after the step, and the committed positions before edits."""
     rules, rule = state.rules, state.rules.commit
     assert isinstance(rule, CommitRule), "a noise rule has its own step"
-    context, is_open_BL, filled = proposed.commit, proposed.is_open_BL, proposed.filled
-    proposal, is_finite_B = filled.proposal, filled.is_finite_B
-    tokens_BL, length_B = state.canvas.tokens_BL, state.canvas.length_B
-    shape, is_mask_BL = tokens_BL.shape, tokens_BL == program.mask_id
-    step_B, is_stepping_B, is_last_B = state.step_B, state.is_stepping_B, state.block.is_last_step_B
+    is_open_BL, is_read_BL, context, _, _, filled = proposed
+    proposal, is_finite_B, before = filled.proposal, filled.is_finite_B, filled.rule_state
+    shape, is_mask_BL = is_open_BL.shape, state.canvas.tokens_BL == program.mask_id
+    is_stepping_B, is_last_B = state.is_stepping_B, state.block.is_last_step_B
 
     # Commit. The last step of a block fills every hole.
-    before = filled.rule_state
     result = rule.select(before, context, proposal)
     chosen_BL, after = check_choice(result, rule, shape, before)
     chosen_BL |= is_mask_BL & is_last_B[:, None]
     is_committed_BL = is_open_BL & chosen_BL & is_finite_B[:, None]
-    is_scored_BL = is_committed_BL
-    if proposed.is_read_BL is not None:
-        is_scored_BL |= proposed.is_read_BL
-    state = state._replace(
-        canvas=state.canvas._replace(
-            tokens_BL=jnp.where(is_committed_BL, proposal.tokens_BL, tokens_BL)
-        ),
-        logprob_BL=jnp.where(is_scored_BL, proposal.logprob_BL, state.logprob_BL),
-        committed_BL=jnp.where(is_committed_BL, step_B[:, None], state.committed_BL),
-        chain_state=rules.chain.update(state.chain_state, is_committed_BL, proposal),
-        cache=proposed.cache,
-        counters=state.counters.plus(proposed.counters),
-        rule_state=choose(is_stepping_B, after, before),
-        signal_BLD=filled.signal_BLD,
-    )
     choice_B = None
     if state.records is not None:
         chance_B = rule.log_prob(before, context, proposal, is_committed_BL)
         choice_B = jnp.where(is_last_B, 0.0, chance_B)
+    is_scored_BL = None if is_read_BL is None else is_committed_BL | is_read_BL
+    state = commit_tokens(
+        state, filled, is_committed_BL, choose(is_stepping_B, after, before), is_scored_BL
+    )
 
     # Edit.
     candidate_BL = jnp.where(is_open_BL & is_mask_BL, proposal.tokens_BL, -1)
@@ -203,15 +178,8 @@ def commit_step(
         goes_on_B = is_stepping_B & is_finite_B & ~is_last_B
         if head := head_of(remask_rule.needs):
             full_BL = jnp.where((candidate_BL >= 0) & is_mask_BL, candidate_BL, tokens_BL)
-            full = full_BL, state.canvas.length_B
             reads_B = goes_on_B & remask_rule.is_active()
-            wrong_BL = jax.lax.cond(
-                jnp.any(reads_B),
-                lambda: read_head(program, params, head, hidden(program.network, params, *full)),
-                lambda: jnp.zeros(shape, jnp.float32),
-            )
-            places_B = reads_B * length_B if rules.cache is not None else 0 * length_B
-            counters = Counters(forwards=reads_B.astype(jnp.int32), positions=places_B)
+            wrong_BL, counters = read_head(program, params, state, head, full_BL, reads_B)
             state = state._replace(counters=state.counters.plus(counters))
         remask = RemaskContext(
             step=context,
@@ -236,23 +204,19 @@ def commit_step(
         )
 
     # Record.
-    if state.records is not None and choice_B is not None:
+    if choice_B is not None:
         is_drawn_BL = is_open_BL & is_finite_B[:, None]
-        confidence_BL = show_confidence(rule, proposal.confidence_BL)
-        new = {
-            "canvas": proposed.context.tokens_BL,
-            "tokens": jnp.where(is_drawn_BL, proposal.tokens_BL, -1),
-            "is_written": is_committed_BL,
-            "logprobs": jnp.where(is_drawn_BL, filled.draw_logprob_BL, 0.0),
-            "entropy": jnp.where(is_drawn_BL, filled.entropy_BL, 0.0),
-            "confidence": jnp.where(is_drawn_BL, confidence_BL, 0.0),
-            "level": filled.level_BL,
-            "choice_logprobs": choice_B,
-        }
-        row_B, num_steps = jnp.arange(shape[0]), state.records["tokens"].shape[1]
-        at = row_B, jnp.where(is_stepping_B, step_B, num_steps)
-        records = {name: x.at[at].set(new[name], mode="drop") for name, x in state.records.items()}
-        state = state._replace(records=records)
+        state = record_step(
+            state,
+            canvas=proposed.context.tokens_BL,
+            tokens=jnp.where(is_drawn_BL, proposal.tokens_BL, -1),
+            is_written=is_committed_BL,
+            logprobs=jnp.where(is_drawn_BL, filled.draw_logprob_BL, 0.0),
+            entropy=jnp.where(is_drawn_BL, filled.entropy_BL, 0.0),
+            confidence=jnp.where(is_drawn_BL, show_confidence(rule, proposal.confidence_BL), 0.0),
+            level=filled.level_BL,
+            choice_logprobs=choice_B,
+        )
 
     # End of the step, the block and the row. A block without holes stays current while a row
     # resamples, edits, re-noises, remasks by a schedule, or rewrites tokens.
@@ -261,7 +225,7 @@ def commit_step(
     if rules.remask is not None and "steps" in rules.remask.needs:
         stays_B |= rules.remask.is_active()
     if rule.rewrites is not None:
-        assert context.written_BL is not None, "the rule rewrites"
+        assert context.written_BL is not None
         had_holes_B = jnp.any(context.is_hole_BL, axis=1)
         changed_B = jnp.any(is_fresh_BL & (context.written_BL >= 0), axis=1)
         settled_B = jnp.where(had_holes_B, 0, state.block.settled_B + is_stepping_B)
@@ -282,9 +246,12 @@ def fill_input(
     context: Context,
     is_open_BL: jax.Array,
     is_seen_BL: jax.Array,
+    **arrays: jax.Array | None,
 ) -> FillInput:
-    """The input of a fill, given the output of the trunk and the visible tokens."""
-    chain = step_chain(state)
+    """The input of a fill, given the output of the trunk, the visible tokens, and further arrays of
+    `FillInput`.
+    """
+    chain, edit = step_chain(state), state.rules.edit
     return FillInput(
         network=program.network,
         params=params,
@@ -302,39 +269,27 @@ def fill_input(
         rule_state=state.rule_state,
         is_given_BL=state.canvas.frozen_BL,
         banned_ids=program.banned_ids,
+        keeps_best=edit is not None and "likeliest" in edit.needs,
+        is_traced=program.num_traced > 0,
+        signal_BLD=state.signal_BLD,
+        **arrays,
     )
 
 
 def draw_candidates(
-    program: Program,
-    params: Params,
-    state: State,
-    output: TrunkOutput,
-    context: Context,
-    is_open_BL: jax.Array,
-    is_seen_BL: jax.Array,
-    **arrays: jax.Array | None,
+    program: Program, params: Params, state: State, *inputs: Any, **arrays: jax.Array | None
 ) -> FillOutput:
-    """The candidates of the fill, given further arrays of `FillInput`. If rows are sharded, each
-    device fills its own rows.
+    """The candidates of the fill, given the other arguments of `fill_input`. If rows are sharded,
+    each device fills its own rows.
     """
 
     def propose(params: Params, rows: tuple[Any, ...]) -> FillOutput:
-        state, *inputs, arrays = rows
-        rules = state.rules
-        fill = dataclasses.replace(
-            fill_input(program, params, state, *inputs),
-            keeps_best=rules.edit is not None and "likeliest" in rules.edit.needs,
-            is_traced=program.num_traced > 0,
-            signal_BLD=state.signal_BLD,
-            **arrays,
-        )
-        return rules.fill.propose(fill)
+        state, inputs, arrays = rows
+        return state.rules.fill.propose(fill_input(program, params, state, *inputs, **arrays))
 
     # The old cache is not used again, so it can be overwritten in place.
     lean = state._replace(cache=None, records=None)
-    rows = lean, output, context, is_open_BL, is_seen_BL, arrays
-    return program.by_rows(propose)(params, rows)
+    return program.by_rows(propose)(params, (lean, inputs, arrays))
 
 
 def apply_renoise(program: Program, state: State) -> State:

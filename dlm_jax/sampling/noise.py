@@ -19,16 +19,7 @@ from dlm_jax.sampling.commit.orders import (
     entropy,
     within_entropy,
 )
-from dlm_jax.settings import (
-    ABOVE_ZERO,
-    Setting,
-    SettingError,
-    fact,
-    per_row,
-    require,
-    require_values,
-    rule,
-)
+from dlm_jax.settings import ABOVE_ZERO, Setting, fact, per_row, require, require_values, rule
 
 _KIND_SALT, _NOISE_SALT = 0x6B696E64, 0x6D61736B
 
@@ -77,7 +68,6 @@ class NoiseRule(OrderRule, ABC):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        super().check(row)
         why = f"is not supported with order={cls.name!r}, which can change any token"
         supported: dict[str, tuple[Any, ...]] = {
             "fill": ("parallel", "auto"),
@@ -92,15 +82,9 @@ class NoiseRule(OrderRule, ABC):
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        super().check_model(row, facts)
         why = f"is not supported with order={cls.name!r}, which can change any token"
         has_canvas = row.cache == "none" or facts.canvas_length
         require(has_canvas, "cache", row.cache, why, "use cache='none'")
-
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        why = "has no trace: it also writes tokens that are not candidates"
-        raise SettingError("order", cls.name, why, "leave trace out")
 
     def begin(self, context: NoiseContext) -> jax.Array:
         """Tokens ``[B, L]`` for the holes of rows before their first step; by default random."""

@@ -14,29 +14,29 @@ import jax.numpy as jnp
 
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.blocks import choose
-from dlm_jax.sampling.commit.commit_rule import preferences, uniform
+from dlm_jax.sampling.commit.commit_rule import uniform
 from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.mask_step import draw_candidates, writable_ids
 from dlm_jax.sampling.noise import NoiseContext, NoiseRule
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.remask import RENOISE_SALT, random_ids
-from dlm_jax.sampling.row import TIES, Counters
+from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import (
     State,
+    commit_tokens,
     end_step,
     overwrite,
     step_keys,
+    tie_preferences,
     token_positions,
     visible_context,
 )
 from dlm_jax.types import Params
 
-_LOWER = TIES.code("lower")
-
 
 def step(program: Program, params: Params, state: State) -> State:
     """The state after one step of every running row. Other rows remain bitwise unchanged."""
-    rules, rule, mask_id = state.rules, state.rules.commit, program.mask_id
+    rule, mask_id = state.rules.commit, program.mask_id
     assert isinstance(rule, NoiseRule), "a commit rule has its own step"
     is_running_B = state.is_running_B
 
@@ -84,18 +84,9 @@ def step(program: Program, params: Params, state: State) -> State:
     is_last_mask_BL = (tokens_BL == mask_id) & block.is_last_step_B[:, None]
     is_taken_BL = is_written_BL & (update.is_candidate_BL | is_last_mask_BL)
     counters = counters.plus(Counters(filled=jnp.sum(is_open_BL, axis=1), **filled.counts))
-    written_BL = jnp.where(is_taken_BL, proposal.tokens_BL, tokens_BL)
-    state = state._replace(
-        canvas=state.canvas._replace(tokens_BL=written_BL),
-        logprob_BL=jnp.where(is_taken_BL, proposal.logprob_BL, state.logprob_BL),
-        committed_BL=jnp.where(is_taken_BL, state.step_B[:, None], state.committed_BL),
-        chain_state=rules.chain.update(state.chain_state, is_taken_BL, proposal),
-        cache=cache,
-        counters=state.counters.plus(counters),
-        rule_state=choose(is_running_B, after, before),
-        signal_BLD=filled.signal_BLD,
-    )
-    is_new_BL = is_written_BL & ~is_taken_BL & (update.tokens_BL != written_BL)
+    state = state._replace(cache=cache, counters=state.counters.plus(counters))
+    state = commit_tokens(state, filled, is_taken_BL, choose(is_running_B, after, before))
+    is_new_BL = is_written_BL & ~is_taken_BL & (update.tokens_BL != state.canvas.tokens_BL)
     state = overwrite(state, is_new_BL, update.tokens_BL, mask_id=mask_id)
 
     # End of the step, the block and the row. A block takes all its steps unless the rule ends it.
@@ -132,5 +123,5 @@ def make_context(program: Program, state: State, key_B: jax.Array) -> NoiseConte
         random_BL=random_BL,
         num_ids_B=num_ids_B,
         mask_id=program.mask_id,
-        preference_BL=preferences(key_B, state.row.ties_B == _LOWER, tokens_BL.shape[1]),
+        preference_BL=tie_preferences(state, key_B),
     )

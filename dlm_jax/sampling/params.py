@@ -43,8 +43,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_values(self, self.declared)
-        for rule in (RowParams, *self.table.of(self)):
-            rule.check(self)
+        RowParams.check(self)
+        self.table.check(self)
 
     @property
     def is_greedy(self) -> bool:

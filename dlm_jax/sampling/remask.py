@@ -24,16 +24,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     uniform,
 )
 from dlm_jax.sampling.row import check_space, ratio_at
-from dlm_jax.settings import (
-    Rule,
-    Setting,
-    SettingError,
-    per_row,
-    require,
-    require_head,
-    rule,
-    static,
-)
+from dlm_jax.settings import Rule, Setting, per_row, require, require_head, rule, static
 
 RENOISE_SALT = 0x6E6F6973
 RENOISE_TOKENS = ("space", "mask", "random")
@@ -76,8 +67,6 @@ class RemaskRule(StepRule, ABC):
     ``logprobs``, the log-probability of every token of the block in each forward pass; and
     ``steps``, all steps of a block, which then stays current without holes.
     """
-
-    selector = "remask"
 
     @abstractmethod
     def select(self, state: Any, context: RemaskContext) -> WithState:
@@ -220,12 +209,6 @@ class Renoise(Rule):
     def check_model(cls, row: Any, facts: Any) -> None:
         if row.renoise == "space":
             check_space("renoise", row, facts, "writes")
-
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        why = "has no trace, because it writes tokens that are not drawn"
-        remedy = "use renoise_start=0 and renoise_end=0, and remask instead"
-        raise SettingError("renoise_start", row.renoise_start, why, remedy)
 
     def is_active(self) -> jax.Array:
         return (self.start_B > 0) | (self.end_B > 0)

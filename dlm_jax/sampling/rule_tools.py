@@ -19,10 +19,8 @@ from dlm_jax.sampling.commit.orders import (
     NoiseSchedule,
     Quota,
     QuotaRule,
-    falling,
     linear_quota,
     maximum,
-    reached,
     visible_shares,
 )
 from dlm_jax.sampling.edits.scores import may_be_led
@@ -54,7 +52,6 @@ __all__ = [
     "at_places",
     "choose",
     "exceeds",
-    "falling",
     "fold",
     "grown_logits",
     "head_chunk",
@@ -69,7 +66,6 @@ __all__ = [
     "may_be_led",
     "place_of_largest",
     "put",
-    "reached",
     "reaches",
     "right_of",
     "salted",

@@ -12,16 +12,17 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
-from dlm_jax.sampling.commit.commit_rule import OrderRule
+from dlm_jax.sampling.commit.commit_rule import OrderRule, attention_blocks, head_of
 from dlm_jax.sampling.commit.orders import NoiseSchedule
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
-from dlm_jax.sampling.kv_cache import KV_CACHES, KVCache
+from dlm_jax.sampling.kv_cache import KV_CACHES, Exact, KVCache
 from dlm_jax.sampling.noise import NOISE_RULES, NoiseProcess, NoiseRule
 from dlm_jax.sampling.propose import FILL_RULES, Constrained, FillRule
 from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
 from dlm_jax.sampling.row import ROW_SETTINGS
 from dlm_jax.sampling.transforms import TRANSFORMS, Chain, LogitBias, LogitTransform, chain
 from dlm_jax.sampling.transforms.structure import Structure
+from dlm_jax.sampling.transforms.transform import refuse_memory
 from dlm_jax.settings import (
     UNSET,
     Rule,
@@ -32,6 +33,7 @@ from dlm_jax.settings import (
     nearest,
     on_device,
     require,
+    require_head,
 )
 
 
@@ -138,6 +140,12 @@ SLOTS: Mapping[str, Slot] = {
 }
 """The slots of a step, keyed by the names of their tables. `Rules` has a field for each slot except
 transforms."""
+_TRACED = (
+    ("commit", CommitRule.log_prob),
+    ("fill", FillRule.logits),
+    ("remask", RemaskRule.log_prob),
+)
+"""What the rule in a slot must define for a trace."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,8 +215,11 @@ class RuleTable:
         """The rule class in a slot for a row with these settings, or None.
 
         `AUTO` resolves to the parallel fill, and a constrained fill of a row without structure to
-        its `Constrained.otherwise`. The structure slot is empty if the fill enforces the structure.
+        its `Constrained.otherwise`. The structure slot is empty if the fill enforces the structure,
+        and the edit slot without ``edit``.
         """
+        if slot == "edit" and not row.edit:
+            return None
         known, (base, selector, by_use) = getattr(self, slot), SLOTS[slot]
         name = getattr(row, selector) if selector else next(iter(known))
         cls = known.get("parallel" if name == AUTO else name)
@@ -226,6 +237,59 @@ class RuleTable:
         """All rules of a row with these settings."""
         rules = (self.named(slot, row) for slot in (*Rules._fields[1:], "structure"))
         return (*(cls for cls in rules if cls is not None), *self.chained(row))
+
+    def check(self, row: Any) -> None:
+        """Raises ValueError for contradictory settings of a row."""
+        why = f"moves tokens, which cache={row.cache!r} does not support"
+        is_fine = row.cache == "none" or not row.edits
+        require(is_fine, "edit", True, why, "use cache='none'")
+        why = f"computes no attention maps, which order={row.order!r} requires"
+        is_fine = row.cache == "none" or not attention_blocks(self.commit[row.order].needs)
+        require(is_fine, "cache", row.cache, why, "use cache='none'")
+        for rule in self.of(row):
+            rule.check(row)
+
+    def check_model(self, row: Any, facts: ModelFacts) -> None:
+        """Raises ValueError for settings of a row that a model does not support: heads, attention
+        maps or a cache that it lacks, and what the rules and the chain refuse.
+        """
+        for slot, instead in (("commit", ""), ("fill", "use fill='parallel'"), ("remask", "")):
+            rule = self.named(slot, row)
+            if rule is not None and (head := head_of(rule.needs)):
+                require_head(head, facts, SLOTS[slot].selector, rule.name, instead)
+        why = "requires attention maps, which this network does not return"
+        is_fine = facts.shows_maps or not attention_blocks(self.commit[row.order].needs)
+        require(is_fine, "order", row.order, why, "set Network.inside, or use another rule")
+        why = "requires a network that supports a cache (Network.cached)"
+        is_fine = facts.has_cache or row.cache == "none"
+        require(is_fine, "cache", row.cache, why, "use cache='none'")
+        for rule in self.of(row):
+            rule.check_model(row, facts)
+        self.check_chain(row, facts)
+
+    def check_trace(self, row: Any) -> None:
+        """Raises ValueError for settings of a row without a trace. A replay computes exact values,
+        without a cache, of draws whose distributions the rules define.
+        """
+        why = "has no trace: it also writes tokens that are not candidates"
+        require(not row.is_noise, "order", row.order, why, "leave trace out")
+        for slot, undefined in _TRACED:
+            rule, name = self.named(slot, row), undefined.__name__
+            is_defined = rule is None or getattr(rule, name) is not undefined
+            selector, why = SLOTS[slot].selector, f"has no trace: it does not define {name}()"
+            value = getattr(row, selector)
+            require(is_defined, selector, value, why, "define it, or use another rule")
+        why = "has no trace, because edits are not random draws"
+        require(not row.edits, "edit", True, why, "use edit=False")
+        why = "has no trace, because it writes tokens that are not drawn"
+        remedy = "use renoise_start=0 and renoise_end=0, and remask instead"
+        require(not row.renoises, "renoise_start", row.renoise_start, why, remedy)
+        why = "has no trace, because a replay computes exact values"
+        is_exact = row.cache == "none" or issubclass(self.cache[row.cache], Exact)
+        require(is_exact, "cache", row.cache, why, "use cache='none'")
+        refuse_memory(row, "has no trace, because it depends on the parameters")
+        for rule in self.of(row):
+            rule.check_trace(row)
 
     def static(self, row: Any) -> tuple[Any, ...]:
         """The static settings of the rules of a row."""

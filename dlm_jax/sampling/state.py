@@ -16,13 +16,15 @@ import jax.numpy as jnp
 
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.blocks import CurrentBlock, choose, first_block, next_block
+from dlm_jax.sampling.commit.commit_rule import preferences
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.edits.moves import PositionMap, moved
 from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.positions import belongs_to_positions, place_of_largest
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.row import Counters, RowParams
+from dlm_jax.sampling.propose.fill import FillOutput
+from dlm_jax.sampling.row import TIES, Counters, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
@@ -125,6 +127,29 @@ def start(
     return jax.tree.map(jnp.copy, state._replace(chain_state=chain_state))
 
 
+def commit_tokens(
+    state: State,
+    filled: FillOutput,
+    is_committed_BL: jax.Array,
+    rule_state: Any,
+    is_scored_BL: jax.Array | None = None,
+) -> State:
+    """The state with candidates written at some positions, and with their log-probabilities, or
+    those of candidates and of tokens that were scored.
+    """
+    proposal, canvas = filled.proposal, state.canvas
+    tokens_BL = jnp.where(is_committed_BL, proposal.tokens_BL, canvas.tokens_BL)
+    is_scored_BL = is_committed_BL if is_scored_BL is None else is_scored_BL
+    return state._replace(
+        canvas=canvas._replace(tokens_BL=tokens_BL),
+        logprob_BL=jnp.where(is_scored_BL, proposal.logprob_BL, state.logprob_BL),
+        committed_BL=jnp.where(is_committed_BL, state.step_B[:, None], state.committed_BL),
+        chain_state=state.rules.chain.update(state.chain_state, is_committed_BL, proposal),
+        rule_state=rule_state,
+        signal_BLD=filled.signal_BLD,
+    )
+
+
 def start_records(tokens_BL: jax.Array, num_steps: int) -> dict[str, jax.Array]:
     """Empty records for `num_steps` steps, by the names of the fields of `dlm_jax.Trace`."""
     num_rows, num_positions = tokens_BL.shape
@@ -140,6 +165,15 @@ def start_records(tokens_BL: jax.Array, num_steps: int) -> dict[str, jax.Array]:
         "confidence": zeros,
         "level": none + 1,
     }
+
+
+def record_step(state: State, **values: jax.Array) -> State:
+    """The state with the values of this step, by the names of its records."""
+    assert state.records is not None
+    row_B, num_steps = jnp.arange(state.step_B.size), state.records["tokens"].shape[1]
+    at = row_B, jnp.where(state.is_stepping_B, state.step_B, num_steps)
+    records = {name: x.at[at].set(values[name], mode="drop") for name, x in state.records.items()}
+    return state._replace(records=records)
 
 
 def refines(rules: Rules, row: RowParams) -> jax.Array:
@@ -182,6 +216,12 @@ def step_keys(state: State, *, salt: int | None = None) -> tuple[jax.Array, jax.
 
     draw_key_B, rule_key_B, remask_key_B = jax.vmap(one_row)(state.row.seed_B, state.step_B)
     return draw_key_B, rule_key_B, remask_key_B
+
+
+def tie_preferences(state: State, key_B: jax.Array) -> jax.Array:
+    """The `preferences` of the rows among tied positions."""
+    is_lower_B = state.row.ties_B == TIES.code("lower")
+    return preferences(key_B, is_lower_B, state.canvas.tokens_BL.shape[1])
 
 
 def step_chain(state: State) -> Chain:

@@ -234,12 +234,12 @@ def test_dependences_decide_what_commits_together():
 
 
 def test_what_reads_attention_maps_needs_a_network_that_shows_them():
-    rule, row = decoders.Dawn, SamplingParams(order="dawn")
+    row = SamplingParams(order="dawn")
     with pytest.raises(
         ValueError, match="order='dawn' requires attention maps, which this network"
     ):
-        rule.check_model(row, FACTS)
-    rule.check_model(row, dataclasses.replace(FACTS, shows_maps=True))
+        row.table.check_model(row, FACTS)
+    row.table.check_model(row, dataclasses.replace(FACTS, shows_maps=True))
     with pytest.raises(ValueError, match="cache='dual' computes no attention maps.*use cache="):
         SamplingParams(order="dawn", cache="dual")
 

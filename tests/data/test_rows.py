@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlm_jax.data import load_corpus
 from dlm_jax.data.pipeline import DocumentRows, cut_into_rows, pack_rows, write_tokens
 
 SEQ_LEN, EOS, PAD = 8, 90, 91
@@ -106,3 +109,19 @@ def test_a_response_fits_with_its_prompt_and_eos_or_is_refused():
         "shorten them or use seq_len=8$",
     ):
         cut_into_rows([("f line 2", prompt, text)], seq_len=7)
+
+
+def test_rows_of_each_length_are_their_own_in_a_directory_that_runs_share(tmp_path):
+    lines = (json.dumps({"text": "abcdefgh " * n}) + "\n" for n in range(1, 20))
+    (tmp_path / "text.jsonl").write_text("".join(lines))
+
+    def batch(seq_len, name):
+        options = {"layout": "documents", "seq_len": seq_len, "cache_dir": tmp_path / name}
+        rows = load_corpus(tmp_path / "text.jsonl", **options).train_rows
+        return rows.rows(range(len(rows)))
+
+    batch(64, "shared")
+    for ours, alone in zip(
+        *(batch(32, name).values() for name in ("shared", "fresh")), strict=True
+    ):
+        np.testing.assert_array_equal(ours, alone)

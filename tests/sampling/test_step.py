@@ -17,12 +17,15 @@ from oracles import mirostat
 
 from dlm_jax import devices
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.commit import CommitRule
+from dlm_jax.sampling.commit import CommitRule, LeftToRight
+from dlm_jax.sampling.commit.orders import linear_quota
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.mask_step import step
+from dlm_jax.sampling.propose import Parallel
+from dlm_jax.sampling.remask import Scheduled
 from dlm_jax.sampling.state import visible_context
 from dlm_jax.sampling.transforms import Mirostat, chain
-from dlm_jax.settings import pytree
+from dlm_jax.settings import pytree, rule
 from dlm_jax.types import Status
 
 _step = jax.jit(step, static_argnums=0)
@@ -114,6 +117,37 @@ def test_position_that_was_not_committed_is_drawn_anew_at_the_next_step():
 
 
 # Frozen is frozen
+
+
+def test_draws_commits_and_remasks_of_every_step_and_row_have_keys_of_their_own():
+    taken = []
+
+    @rule
+    class Fill(Parallel):
+        def propose(self, fill):
+            taken.append(fill.key_B)
+            return super().propose(fill)
+
+    @rule
+    class Commit(LeftToRight):
+        def select(self, state, context, proposal):
+            taken.append(context.key_B)
+            return super().select(state, context, proposal)
+
+    @rule
+    class Remask(Scheduled):
+        def select(self, state, context):
+            taken.append(context.key_B)
+            return super().select(state, context)
+
+    rows = [Row(holes(9, seed), steps=5, seed=seed) for seed in range(2)]
+    ratios = jnp.full(2, 0.1), jnp.zeros(2), jnp.zeros(2)
+    rules = {"fill": Fill(), "remask": Remask(*ratios, needs=())}
+    state = canvases.make_state(rows, Commit(linear_quota), **rules)
+    for _ in range(2):
+        state = step(canvases.program(), toy.params(), state)
+    numbers = [tuple(row) for key_B in taken for row in jax.random.key_data(key_B).tolist()]
+    assert len(numbers) == 2 * 3 * len(rows) == len(set(numbers))
 
 
 def test_given_tokens_stay_banned_ids_stay_out_and_padding_is_untouched():

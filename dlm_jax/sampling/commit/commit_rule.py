@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from dlm_jax.devices import platform
 from dlm_jax.randomness import salted
 from dlm_jax.sampling.vocab import TOLERANCE, ordered
-from dlm_jax.settings import Rule, require, require_head
+from dlm_jax.settings import Rule
 
 WithState = tuple[jax.Array, Any]
 """What a method of a rule returns: a value, and the new state of the rule."""
@@ -93,11 +93,9 @@ class StepRule(Rule):
     """A rule that runs once per step, has a state and is selected by name.
 
     Attributes:
-      selector: the setting that selects the rule.
       needs: inputs that the rule reads. An attribute of the class, or a static field.
     """
 
-    selector: ClassVar[str]
     needs: tuple[str, ...] = ()
 
     def init(self, num_rows: int, num_positions: int) -> Any:
@@ -117,27 +115,6 @@ class StepRule(Rule):
     def is_used(cls, row: Any) -> bool:
         return True
 
-    @classmethod
-    def check(cls, row: Any) -> None:
-        why = f"computes no attention maps, which {cls.selector}={cls.name!r} requires"
-        is_cached = attention_blocks(cls.needs) and row.cache != "none"
-        require(not is_cached, "cache", row.cache, why, "use cache='none'")
-
-    @classmethod
-    def check_model(cls, row: Any, facts: Any) -> None:
-        """Raises if the model lacks a head or the attention maps that the rule reads."""
-        if head := head_of(cls.needs):
-            require_head(head, facts, cls.selector, cls.name)
-        why = "requires attention maps, which this network does not return"
-        is_shown = not attention_blocks(cls.needs) or facts.shows_maps
-        require(is_shown, cls.selector, cls.name, why, "set Network.inside, or use another rule")
-
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        owners = [base for base in cls.__mro__ if "log_prob" in vars(base)]
-        why = "has no trace: it does not define log_prob()"
-        require(len(owners) > 1, cls.selector, cls.name, why, "define it, or use another rule")
-
 
 class OrderRule(StepRule):
     """The rule that ``order`` selects: a `CommitRule`, or a `NoiseRule` for models of other noise.
@@ -146,7 +123,6 @@ class OrderRule(StepRule):
     over blocks and heads, and ``candidates``, if its `score` stores values of the candidates.
     """
 
-    selector = "order"
     rewrites: Any = None
 
     def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> WithState:

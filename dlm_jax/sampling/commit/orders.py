@@ -195,7 +195,6 @@ class QuotaRule(CommitRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        super().check(row)
         why = f"does not support a quota of order={row.order!r}"
         remedy = "use schedule='all', order='threshold', or --preset variable_length"
         require(not row.resample or row.schedule == "all", "resample", UNSET, why, remedy)
@@ -433,11 +432,6 @@ def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Arr
     return jnp.where(is_above_B[:, None], is_over_BL, is_at_BL)
 
 
-def reached(confidence_BL: jax.Array, threshold_B: jax.Array) -> jax.Array:
-    """True where the confidence, in log-odds, is at or above that of the threshold."""
-    return reaches(confidence_BL, log_odds_of(threshold_B)[:, None], 1.0)
-
-
 def within_entropy(
     score_BL: jax.Array, is_open_BL: jax.Array, bound_B: jax.Array, preference_BL: jax.Array | None
 ) -> jax.Array:
@@ -451,12 +445,6 @@ def within_entropy(
     is_in_BL = is_real_BL & ~exceeds(before_BL, bound_B[:, None], 1.0)
     count_B = jnp.maximum(jnp.sum(is_in_BL, axis=1), 1)
     return most(score_BL, is_open_BL, count_B, preference_BL, 1.0)
-
-
-def falling(context: CommitContext, proposal: Proposal) -> jax.Array:
-    """Confidences of the holes in descending order, followed by -inf."""
-    score_BL = jnp.where(context.is_hole_BL, proposal.confidence_BL, -jnp.inf)
-    return jnp.sort(score_BL, axis=1, descending=True)
 
 
 # Ancestral sampling of MDLM and ReMDM, which reverses the noise process used in training. Step i of

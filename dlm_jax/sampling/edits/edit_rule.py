@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from dlm_jax.sampling.commit.commit_rule import StepRule
 from dlm_jax.sampling.edits.moves import Edits
 from dlm_jax.sampling.row import RowParams
-from dlm_jax.settings import SettingError
 from dlm_jax.types import Canvas, live_positions
 
 
@@ -137,18 +136,6 @@ class EditRule(StepRule, ABC):
 
     It can need ``likeliest``, that is, ``best_id_BL`` and ``best_BL`` of the context.
     """
-
-    selector = "edit_scoring"
-
-    @classmethod
-    def is_used(cls, row: Any) -> bool:
-        """True if the length of a row with these settings can change."""
-        return row.edit
-
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        why = "has no trace, because edits are not random draws"
-        raise SettingError("edit", True, why, "use edit=False")
 
     def score(self, context: EditContext) -> Any:
         """The scores of the edits, in any form."""

@@ -112,7 +112,7 @@ class Likelihood(EditRule):
     @classmethod
     def check(cls, row: Any) -> None:
         why = f"has no length_target_mode={row.length_target_mode!r}"
-        is_fine = not row.edit or row.length_target_mode == "none"
+        is_fine = row.length_target_mode == "none"
         require(is_fine, "edit_scoring", "likelihood", why, "use edit_scoring='uncertainty' for it")
 
     def score(self, context: EditContext) -> tuple[Edits, jax.Array, jax.Array]:

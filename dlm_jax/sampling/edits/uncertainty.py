@@ -87,7 +87,7 @@ class Uncertainty(EditRule):
     @classmethod
     def is_used(cls, row: Any) -> bool:
         """True if a ratio or a target can add or delete tokens."""
-        return _inserts(row) or (row.edit and max(row.delete_ratio_start, row.delete_ratio_end) > 0)
+        return _inserts(row) or max(row.delete_ratio_start, row.delete_ratio_end) > 0
 
     @classmethod
     def check(cls, row: Any) -> None:
@@ -182,7 +182,7 @@ class Uncertainty(EditRule):
 def _inserts(row: Any) -> bool:
     """True if a ratio or a target can add tokens to a row with these settings."""
     ratios = max(row.insert_ratio_start, row.insert_ratio_end)
-    return row.edit and (ratios > 0 or row.length_target_mode != "none")
+    return ratios > 0 or row.length_target_mode != "none"
 
 
 def _is_near(mark_BL: jax.Array, reach_B: jax.Array) -> jax.Array:

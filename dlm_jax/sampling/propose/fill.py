@@ -27,7 +27,7 @@ from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.chain import Chain, chain
 from dlm_jax.sampling.transforms.default_chain import chain_of
 from dlm_jax.sampling.transforms.transform import At, Context
-from dlm_jax.settings import Rule, require, rule
+from dlm_jax.settings import Rule, rule
 from dlm_jax.types import Network, Params, live_positions, returned
 
 
@@ -274,18 +274,13 @@ class FillRule(Rule, ABC):
 
     def logits(self, fill: FillInput, tokens_BL: jax.Array, level_BL: jax.Array) -> DrawLogits:
         """The logits, before the chain, that recorded candidates were drawn from. Traces, their
-        replay and read-back require this method.
+        replay and read-back require this method. Replay alone would require a log-probability;
+        read-back also requires the other candidates.
 
         `tokens_BL` are the candidates (-1 where none was drawn), and `level_BL` is
         `FillOutput.level_BL`; int32 ``[B, L]`` each.
         """
         raise NotImplementedError
-
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        why = "has no trace: it does not define the distributions of its draws"
-        remedy = "use fill='parallel', or define logits()"
-        require(cls.logits is not FillRule.logits, "fill", cls.name, why, remedy)
 
 
 @rule

@@ -25,7 +25,7 @@ from dlm_jax.sampling.propose.fill import (
     FillRule,
     fill_canvas,
 )
-from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, require_head, rule
+from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 from dlm_jax.types import Params, left_of
 
 NEVER = 2**30
@@ -233,10 +233,6 @@ class Wavefront(FillRule):
     is_one_sided_B: jax.Array = per_row(
         Setting("sampler_one_sided", False, "wavefront: fill from the left", is_preset=True)
     )
-
-    @classmethod
-    def check_model(cls, row: Any, facts: Any) -> None:
-        require_head("sampler", facts, "fill", cls.name, "use fill='parallel'")
 
     def propose(self, fill: FillInput) -> FillOutput:
         """The candidates, with log-probability and confidence under the head that drew them."""
