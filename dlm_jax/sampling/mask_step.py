@@ -46,7 +46,7 @@ from dlm_jax.sampling.state import (
 )
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
-from dlm_jax.types import Canvas, Params, live_positions
+from dlm_jax.types import Canvas, Params, left_of, live_positions, right_of
 
 
 class StepProposal(NamedTuple):
@@ -335,8 +335,7 @@ def editable_positions(state: State) -> jax.Array:
 
 def with_neighbors(is_true_BL: jax.Array) -> jax.Array:
     """True at each True position and at its direct neighbours."""
-    padded = jnp.pad(is_true_BL, ((0, 0), (1, 1)))
-    return is_true_BL | padded[:, :-2] | padded[:, 2:]
+    return is_true_BL | left_of(is_true_BL, False) | right_of(is_true_BL, False)
 
 
 def apply_edits(

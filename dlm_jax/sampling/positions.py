@@ -17,6 +17,8 @@ from dlm_jax.types import Network, Params, returned
 
 T = TypeVar("T")
 _Pair = tuple[jax.Array, jax.Array]
+NEVER = 2**30
+"""A distance that is larger than any canvas."""
 
 
 def chunk_size(vocab_size: int) -> int:
@@ -110,6 +112,27 @@ def gather_state(state: Any, places_N: jax.Array, num_positions: int) -> Any:
         return leaf[places_N // num_positions]
 
     return jax.tree.map(gather, state)
+
+
+def distance(
+    is_walked_BL: jax.Array, is_source_BL: jax.Array, is_one_sided_B: jax.Array | bool = False
+) -> jax.Array:
+    """Distance of each position to the nearest source, through positions in `is_walked_BL` only;
+    `NEVER` if no source is reachable.
+
+    In one-sided rows, the source on the left is used if there is one.
+    """
+
+    def from_left(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
+        place_BL = jnp.broadcast_to(jnp.arange(is_walked_BL.shape[1]), is_walked_BL.shape)
+        wall_BL = jax.lax.cummax(jnp.where(is_walked_BL, -1, place_BL), axis=1)
+        is_source_BL = jnp.take_along_axis(is_source_BL, jnp.maximum(wall_BL, 0), axis=1)
+        return jnp.where(is_source_BL & (wall_BL >= 0), place_BL - wall_BL, NEVER)
+
+    left_BL = from_left(is_walked_BL, is_source_BL)
+    right_BL = from_left(is_walked_BL[:, ::-1], is_source_BL[:, ::-1])[:, ::-1]
+    is_from_left_BL = jnp.reshape(is_one_sided_B, (-1, 1)) & (left_BL < NEVER)
+    return jnp.where(is_from_left_BL, left_BL, jnp.minimum(left_BL, right_BL))
 
 
 def place_of_largest(x: jax.Array, axis: int = -1) -> jax.Array:

@@ -24,11 +24,10 @@ from dlm_jax.sampling.commit.orders import (
     visible_shares,
 )
 from dlm_jax.sampling.edits.scores import may_be_led
-from dlm_jax.sampling.positions import at_places, fold, logits, place_of_largest, put
+from dlm_jax.sampling.positions import NEVER, at_places, fold, logits, place_of_largest, put
 from dlm_jax.sampling.propose.constrained import Seen
 from dlm_jax.sampling.propose.wavefront import (
     GIVEN,
-    NEVER,
     SAMPLER_TEMPERATURE,
     grown_logits,
     head_chunk,

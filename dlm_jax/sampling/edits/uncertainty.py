@@ -18,6 +18,7 @@ from dlm_jax.sampling.edits.scores import (
     gap_scores,
     token_uncertainty,
 )
+from dlm_jax.sampling.positions import distance
 from dlm_jax.sampling.row import SCHEDULES, check_space, ratio_at
 from dlm_jax.settings import UNSET, Setting, per_row, require, rule, static
 from dlm_jax.types import left_of, right_of
@@ -132,7 +133,8 @@ class Uncertainty(EditRule):
         grow towards a target, so that no token is dropped.
         """
         gap_BL, misfit_BL = scores
-        is_cool_BL = ~_is_near(context.mark_BL, self.cooldown_B)
+        far_BL, cooldown_B1 = distance(~context.mark_BL, context.mark_BL), self.cooldown_B[:, None]
+        is_cool_BL = (far_BL > cooldown_B1) | (cooldown_B1 == 0)
 
         # Budgets: the edits that the ratios allow, and the change that a target requires.
         num_free_B = jnp.sum(context.is_live_BL & ~context.frozen_BL, axis=1)
@@ -183,12 +185,3 @@ def _inserts(row: Any) -> bool:
     """True if a ratio or a target can add tokens to a row with these settings."""
     ratios = max(row.insert_ratio_start, row.insert_ratio_end)
     return ratios > 0 or row.length_target_mode != "none"
-
-
-def _is_near(mark_BL: jax.Array, reach_B: jax.Array) -> jax.Array:
-    """True at positions within `reach_B` of a mark; False everywhere if `reach_B` is 0."""
-    place_BL, far = jnp.broadcast_to(jnp.arange(mark_BL.shape[1]), mark_BL.shape), 2**30
-    left_BL = jax.lax.cummax(jnp.where(mark_BL, place_BL, -far), axis=1)
-    right_BL = jax.lax.cummin(jnp.where(mark_BL, place_BL, far), axis=1, reverse=True)
-    distance_BL = jnp.minimum(place_BL - left_BL, right_BL - place_BL)
-    return (distance_BL <= reach_B[:, None]) & (reach_B > 0)[:, None]

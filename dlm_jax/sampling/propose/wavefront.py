@@ -16,7 +16,15 @@ from jax.typing import ArrayLike
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import most, reaches
-from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, put, wave_chunk
+from dlm_jax.sampling.positions import (
+    NEVER,
+    TrunkOutput,
+    at_places,
+    distance,
+    fold,
+    put,
+    wave_chunk,
+)
 from dlm_jax.sampling.propose.fill import (
     DrawLogits,
     FillInput,
@@ -27,9 +35,6 @@ from dlm_jax.sampling.propose.fill import (
 )
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 from dlm_jax.types import Params, left_of
-
-NEVER = 2**30
-"""A distance that is larger than any canvas."""
 
 
 def bootstrap(
@@ -81,27 +86,6 @@ def bootstrap(
     run_BL = jnp.cumsum(is_far_BL & ~left_of(is_far_BL), axis=1) - 1
     has_first_BL = over_groups(is_first_BL.astype(jnp.int32), run_BL) > 0
     return is_first_BL | surest_of_each(run_BL, is_far_BL & ~has_first_BL)
-
-
-def distance(
-    is_walked_BL: jax.Array, is_source_BL: jax.Array, is_one_sided_B: jax.Array | bool = False
-) -> jax.Array:
-    """Distance of each position to the nearest source, through positions in `is_walked_BL` only;
-    `NEVER` if no source is reachable.
-
-    In one-sided rows, the source on the left is used if there is one.
-    """
-
-    def from_left(is_walked_BL: jax.Array, is_source_BL: jax.Array) -> jax.Array:
-        place_BL = jnp.broadcast_to(jnp.arange(is_walked_BL.shape[1]), is_walked_BL.shape)
-        wall_BL = jax.lax.cummax(jnp.where(is_walked_BL, -1, place_BL), axis=1)
-        is_source_BL = jnp.take_along_axis(is_source_BL, jnp.maximum(wall_BL, 0), axis=1)
-        return jnp.where(is_source_BL & (wall_BL >= 0), place_BL - wall_BL, NEVER)
-
-    left_BL = from_left(is_walked_BL, is_source_BL)
-    right_BL = from_left(is_walked_BL[:, ::-1], is_source_BL[:, ::-1])[:, ::-1]
-    is_from_left_BL = jnp.reshape(is_one_sided_B, (-1, 1)) & (left_BL < NEVER)
-    return jnp.where(is_from_left_BL, left_BL, jnp.minimum(left_BL, right_BL))
 
 
 GIVEN = -1
