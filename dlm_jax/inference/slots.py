@@ -267,15 +267,15 @@ class Slots:
         """
         limit = self._max_candidates
         new = Slots(self._model, self.bucket, num_slots, max_candidates=limit)
-        count, moves = len(moves), list(moves)
+        index = np.zeros(num_slots, np.int32)
+        index[: len(moves)] = moves
         if self._state is not None:
-            index = np.zeros(num_slots, np.int32)
-            index[:count] = moves
-            is_held = np.arange(num_slots) < count
+            is_held = np.arange(num_slots) < len(moves)
             state = new.loop.move(self._state, jnp.asarray(index), jnp.asarray(is_held))
             new._state = new._local.place(state)
-        new._steps[:count] = self._steps[moves]
-        new._counters[:, :count] = self._counters[:, moves]
+        # Slots without a row hold a copy of the first slot, whose steps do not count again.
+        own = index[: new._local.count]
+        new._steps, new._counters = self._steps[own], self._counters[:, own]
         return new
 
     def rows(self, entries: Sequence[Entry]) -> list[Row]:
