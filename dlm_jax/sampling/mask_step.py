@@ -81,6 +81,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
     # Mask: the holes of the block, and the open positions, which receive a candidate. At the last
     # step of a block, these include every MASK.
     context, key_B = visible_context(state, mask_id=program.mask_id), step_keys(state)[1]
+    preference_BL = tie_preferences(state, key_B)
     is_token_BL = token_positions(state, mask_id=program.mask_id)
     is_free_BL = state.is_stepping_B[:, None] & state.is_free_BL
     is_last_BL = block.is_last_step_B[:, None]
@@ -94,7 +95,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         key_B=key_B,
         is_token_BL=is_token_BL,
         written_BL=None if rule.rewrites is None else jnp.where(is_written_BL, tokens_BL, -1),
-        preference_BL=tie_preferences(state, key_B),
+        preference_BL=preference_BL,
     )
     is_open_BL = rule.eligible(state.rule_state, commit) | (is_last_BL & ~is_token_BL)
     is_open_BL &= is_hole_BL
@@ -128,7 +129,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
         context,
         is_open_BL,
         is_token_BL,
-        preference_BL=commit.preference_BL,
+        preference_BL=preference_BL,
         own_BL=own_BL,
         is_scored_BL=is_scored_BL,
     )
