@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -175,16 +176,16 @@ def score_rows(
             raise SettingError(name, value, "is out of range", f"use 1 to {MOST_AT_ONCE}")
     if not 0 <= seed < 2**32:
         raise SettingError("seed", seed, "is outside [0, 2**32)", "use a seed in this range")
+    mask_id, ids = model.tokenizer.mask_id, noise_ids(model.tokenizer)
     run = compiled(
         costs,
         model.network,
         model.compiler_options,
         is_causal=model.is_causal,
         num_draws=num_draws,
-        mask_id=model.tokenizer.mask_id,
+        mask_id=mask_id,
         eos_id=model.tokenizer.eos_id,
-        process=model.process,
-        noise_ids=noise_ids(model.tokenizer),
+        process=dataclasses.replace(model.process, mask_id=mask_id, noise_ids=ids),
     )
     given = rows.get("given", np.zeros_like(rows["length"]))
     columns = [np.asarray(x, np.int32) for x in (rows["tokens"], rows["length"], given)]

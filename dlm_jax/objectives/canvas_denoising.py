@@ -26,8 +26,6 @@ def canvas_denoising(
     canvas_length: int,
     text_weight: float,
     conditioned_share: float,
-    mask_id: int,
-    noise_ids: tuple[int, ...],
 ) -> Objective:
     """Cross-entropy of the true tokens of a canvas, plus that of the next token of the text.
 
@@ -57,9 +55,7 @@ def canvas_denoising(
         rows = Batch(batch.tokens_BL, end_B, start_B)
         is_canvas_BL = rows.is_free_BL()
         level_B = schedule.masked_ratio(stratified_times(time_key, num_rows))
-        shown_BL = process.sample(
-            noise_key, batch.tokens_BL, level_B, is_canvas_BL, mask_id=mask_id, noise_ids=noise_ids
-        )
+        shown_BL = process.sample(noise_key, batch.tokens_BL, level_B, is_canvas_BL)
         is_conditioned_B = jax.random.bernoulli(row_key, conditioned_share, (num_rows,))
         weight_BL = is_canvas_BL.astype(jnp.float32)
         num_text = jnp.sum(is_text_BL).astype(jnp.float32)
@@ -75,14 +71,14 @@ def canvas_denoising(
         if conditioned_share > 0 and network.signal is not None:
             held = jax.lax.stop_gradient(params)
             first_BLD = network.behind(held, *rows)
-            signal_BLD = _signal_of(network, held, first_BLD, mask_id=mask_id)
+            signal_BLD = _signal_of(network, held, first_BLD, mask_id=process.mask_id)
             signal_BLD = jnp.where(is_conditioned_B[:, None, None], signal_BLD, 0)
         nats_BL = cross_entropy(
             network,
             params,
             network.behind(params, *rows, signal_BLD),
             jnp.where(is_text_BL, jnp.roll(tokens_BL, -1, axis=1), tokens_BL),
-            mask_id=mask_id,
+            mask_id=process.mask_id,
             is_read_BL=is_canvas_BL | is_text_BL,
         )
         of_canvas, of_text = (

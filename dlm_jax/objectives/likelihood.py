@@ -24,8 +24,8 @@ from dlm_jax.objectives.losses import (
     read_logits,
     unpredicted,
 )
-from dlm_jax.objectives.objective import Batch, noised_at, process_costs
-from dlm_jax.objectives.processes import Process
+from dlm_jax.objectives.objective import Batch
+from dlm_jax.objectives.processes import Process, noised_at, process_costs
 from dlm_jax.types import Network, Params
 
 # Multiples of an irrational number, modulo 1, are spread evenly over [0, 1). Rows use multiples of
@@ -70,7 +70,6 @@ def costs(
     eos_id: int,
     num_draws: int = 1,
     process: Process | None = None,
-    noise_ids: tuple[int, ...] = (),
 ) -> Costs:
     """The cost of each row: exact for a causal model, otherwise an unbiased estimate of the bound.
 
@@ -82,8 +81,7 @@ def costs(
     The masks of a row depend only on the key and the index of the row in the data set,
     `number_B`. Mask counts are stratified over the `num_draws` draws of a row and spread evenly
     over consecutive rows, so even one draw per row covers all noise levels. In a block-causal
-    model this applies to blocks instead of rows. A `process` of None means the masked process, and
-    `noise_ids` are the ids that a process uses as noise.
+    model this applies to blocks instead of rows. A `process` of None means the masked process.
     """
     is_text_BL = batch.tokens_BL != eos_id
     if is_causal:
@@ -116,10 +114,9 @@ def costs(
         count_BN = jnp.minimum(1 + jnp.floor(share_BN * free_BN).astype(jnp.int32), free_BN)
         drawn_B = jax.vmap(lambda key: jax.random.fold_in(key, draw))(key_B)
         if process is not None and not process.is_masked:
-            ids: dict[str, Any] = {"mask_id": mask_id, "noise_ids": noise_ids}
             t_BL = jnp.repeat(1.0 - share_BN, size, axis=1)[:, :num_positions]
-            noised = noised_at(process, batch, drawn_B, t_BL, schedule=LINEAR, **ids)
-            cost_BL = process_costs(network, params, noised, **ids)
+            noised = noised_at(process, batch, drawn_B, t_BL, schedule=LINEAR)
+            cost_BL = process_costs(process, network, params, noised)
             text_BL = jnp.where(is_text_BL, cost_BL, 0.0)
             return carry, [jnp.sum(part_BL, axis=1) for part_BL in (cost_BL, text_BL)]
         block_BN = jnp.broadcast_to(block_1N, (num_rows, num_blocks))

@@ -7,7 +7,6 @@ microbatch runs. `draw_all` divides the rows of a batch among several objectives
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,8 +18,7 @@ import numpy as np
 from dlm_jax.config import ObjectiveConfig
 from dlm_jax.objectives import corruption
 from dlm_jax.objectives.corruption import Schedule, mask_independently, stratified_times
-from dlm_jax.objectives.losses import Loss, at_positions, hidden_of, read_logits
-from dlm_jax.objectives.processes import HIGHEST_LEVEL, Noise, Process, divergence
+from dlm_jax.objectives.losses import Loss
 from dlm_jax.types import (
     Network,
     Params,
@@ -138,7 +136,7 @@ class Objective:
     share: float = 1.0
 
 
-_SMALLEST_TIME = 1e-3
+SMALLEST_TIME = 1e-3
 
 
 def elbo(
@@ -168,13 +166,13 @@ def elbo(
     time_key, mask_key = jax.random.split(key)
     is_free_BL = batch.is_free_BL()
     num_rows, num_positions = is_free_BL.shape
-    t = _times(time_key, num_rows, num_positions, block_length, smallest=_SMALLEST_TIME)
+    t = times_of(time_key, num_rows, num_positions, block_length, smallest=SMALLEST_TIME)
     is_masked_BL = mask_independently(mask_key, schedule.masked_ratio(t), is_free_BL)
     weight = schedule.weight(t) if is_weighted else jnp.ones_like(t)
     return elbo_at(batch, is_masked_BL, weight, mask_id=mask_id, over=over)
 
 
-def _times(
+def times_of(
     key: jax.Array, num_rows: int, num_positions: int, block_length: int, *, smallest: float = 0.0
 ) -> jax.Array:
     """Low-discrepancy times ``[B]``, or ``[B, L]`` for the blocks of a block-causal model."""
@@ -410,103 +408,6 @@ def at_random_length(batch: Batch, key: jax.Array, *, share: float) -> Batch:
     return batch._replace(length_B=jnp.minimum(batch.length_B, limit))
 
 
-def noised_at(
-    process: Process,
-    batch: Batch,
-    key: jax.Array,
-    t: jax.Array,
-    *,
-    schedule: Schedule,
-    mask_id: int,
-    noise_ids: tuple[int, ...],
-) -> Drawn:
-    """The batch noised at times in [0, 1], given per row ``[B]`` or per position ``[B, L]``.
-
-    With one key per row, ``[B]``, the noise of a row depends only on its key. At times up to 1e-3,
-    the term is that of a single step to time 0, divided by 1e-3, so that the mean over uniform
-    times is a bound for any network.
-    """
-    is_first = t <= _SMALLEST_TIME
-    t = jnp.maximum(t, _SMALLEST_TIME)
-    level = jnp.minimum(schedule.masked_ratio(t), HIGHEST_LEVEL)
-    speed = jnp.where(is_first, 1.0 / _SMALLEST_TIME, schedule.weight(t) * schedule.masked_ratio(t))
-    is_free_BL = batch.is_free_BL()
-    ids = {"mask_id": mask_id, "noise_ids": noise_ids}
-    sample = functools.partial(process.sample, **ids)
-    if key.ndim:
-        shown_BL = jax.vmap(lambda key, *row: sample(key, *(x[None] for x in row))[0])(
-            key, batch.tokens_BL, level, is_free_BL
-        )
-    else:
-        shown_BL = sample(key, batch.tokens_BL, level, is_free_BL)
-    noise = process.noise(batch.tokens_BL, shown_BL, level, speed, is_first, **ids)
-    noise = noise._replace(weight=jnp.where(is_free_BL, noise.weight, 0.0))
-    total = jnp.sum(is_free_BL).astype(jnp.float32)
-    return Drawn(batch, shown_BL, noise.weight, total, noise)
-
-
-def process_costs(
-    network: Network,
-    params: Params,
-    drawn: Drawn,
-    *,
-    mask_id: int,
-    noise_ids: tuple[int, ...],
-) -> jax.Array:
-    """The contribution of each position to the bound at its time, in nats ``[B, L]``. See
-    `divergence`.
-    """
-    batch, shown_BL, noise = drawn.batch, drawn.shown_BL, drawn.noise
-    if network.behind is None:
-        hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
-    else:  # one canvas after the given tokens
-        hidden_BLD = network.behind(params, shown_BL, batch.length_B, batch.given_B)
-
-    def cost(params: Params, hidden_BLD: jax.Array, *given: jax.Array) -> jax.Array:
-        logits_NV = read_logits(
-            network, network.readout, mask_id, params, [hidden_BLD], given[0].ndim
-        )
-        clean_N, shown_N, *noise_N = (x.reshape(-1) for x in given)
-        term_N = divergence(logits_NV, clean_N, shown_N, Noise(*noise_N), noise_ids=noise_ids)
-        return term_N.reshape(given[0].shape)
-
-    is_read_BL = noise.weight > 0
-    term_BL = at_positions(
-        cost,
-        params,
-        (hidden_BLD, batch.tokens_BL, shown_BL, *noise),
-        vocab_size=network.vocab_size,
-        is_read_BL=is_read_BL,
-    )
-    return jnp.where(is_read_BL, noise.weight * term_BL, 0.0)
-
-
-def process_elbo(
-    process: Process,
-    *,
-    schedule: Schedule,
-    mask_id: int,
-    noise_ids: tuple[int, ...],
-    block_length: int = 0,
-) -> Objective:
-    """One-sample estimate of the continuous-time negative ELBO of any process, per token.
-
-    Times are low-discrepancy, as in `elbo`. `noised_at` describes the terms at times below 1e-3.
-    """
-    ids = {"mask_id": mask_id, "noise_ids": noise_ids}
-
-    def draw(batch: Batch, key: jax.Array) -> Drawn:
-        time_key, noise_key = jax.random.split(key)
-        num_rows, num_positions = batch.tokens_BL.shape
-        t = _times(time_key, num_rows, num_positions, block_length)
-        return noised_at(process, batch, noise_key, t, schedule=schedule, **ids)
-
-    def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
-        return Loss(jnp.sum(process_costs(network, params, drawn, **ids)), drawn.total)
-
-    return Objective(draw, loss)
-
-
 def owners(objectives: Mapping[str, Objective], num_rows: int) -> np.ndarray:
     """The index of the objective of each row of a batch. Objectives are interleaved."""
     middle = (np.arange(num_rows) + 0.5) / num_rows
@@ -530,35 +431,33 @@ def draw_all(
     if cut > 0:
         batch = at_random_length(batch, length_key, share=cut)
     shape = batch.tokens_BL.shape
-    merged = Drawn(batch, batch.tokens_BL, jnp.zeros(shape), jnp.zeros(()), {})
+    merged, noise = Drawn(batch, batch.tokens_BL, jnp.zeros(shape), jnp.zeros(())), {}
     owner_B = owners(objectives, shape[0])
     for number, (name, objective) in enumerate(objectives.items()):
         is_own_B = owner_B == number
         own = batch._replace(length_B=jnp.where(is_own_B, batch.length_B, 0))
         drawn = objective.draw(own, keys[number])
-        if objective.loss is not None:
-            merged = merged._replace(noise=merged.noise | {name: drawn})
-            if not isinstance(drawn, Drawn):
-                continue
-        elif not isinstance(drawn, Drawn):
-            raise ValueError(
-                f"{name}.draw returned a {type(drawn).__name__}; return a Drawn, or pass "
-                "Objective(draw, loss)"
-            )
+        if not isinstance(drawn, Drawn):
+            if objective.loss is None:
+                raise ValueError(
+                    f"{name}.draw returned a {type(drawn).__name__}; return a Drawn, or pass "
+                    "Objective(draw, loss)"
+                )
+            noise[name] = drawn
+            continue
         returned(drawn.shown_BL, name, "draw(...).shown_BL", "B, L", shape, jnp.int32)
         returned(drawn.weight_BL, name, "draw(...).weight_BL", "B, L", shape, float)
         total = jnp.asarray(drawn.total, jnp.float32)
         returned(total, name, "draw(...).total", "", (), float)
-        if objective.loss is None:
-            merged = merged._replace(noise=merged.noise | {name: (drawn.weight_BL, total)})
+        noise[name] = (drawn.weight_BL, total) if objective.loss is None else drawn
 
         def choose(new: jax.Array, old: jax.Array, is_new_B: Any = is_own_B) -> jax.Array:
             return jnp.where(is_new_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
-        merged = merged._replace(
-            batch=Batch(*map(choose, drawn.batch, merged.batch)),
-            shown_BL=choose(drawn.shown_BL, merged.shown_BL),
-            weight_BL=jnp.where(drawn.weight_BL > 0, drawn.weight_BL, merged.weight_BL),
-            total=merged.total + total,
+        merged = Drawn(
+            Batch(*map(choose, drawn.batch, merged.batch)),
+            choose(drawn.shown_BL, merged.shown_BL),
+            jnp.where(drawn.weight_BL > 0, drawn.weight_BL, merged.weight_BL),
+            merged.total + total,
         )
-    return merged
+    return merged._replace(noise=noise)

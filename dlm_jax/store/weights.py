@@ -72,6 +72,8 @@ def open_weights(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, 
     try:
         with safe_open(path, framework="np") as file:
             header = file.metadata() or {}
+            if "crc32_of_file" in header:
+                raise ValueError(f"{path} was written before version 0.3; export its run again")
             if _KEY not in header:
                 raise Damaged("it was not written by dlm_jax: its header has no metadata")
             yield file, checked_manifest(header[_KEY], f"weights file {path}")

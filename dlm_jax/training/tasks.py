@@ -44,10 +44,9 @@ from dlm_jax.objectives.objective import (
     elbo,
     next_token,
     owners,
-    process_elbo,
     proofreading,
 )
-from dlm_jax.objectives.processes import noise_process
+from dlm_jax.objectives.processes import Process, noise_process, process_elbo
 from dlm_jax.settings import SettingError, require
 from dlm_jax.store import save_weights
 from dlm_jax.training.init_from import load_initial_params
@@ -217,8 +216,7 @@ class Task:
             is_causal=self.config.model.attention_type == "causal",
             mask_id=self.tokenizer.mask_id,
             eos_id=self.tokenizer.eos_id,
-            process=noise_process(self.config.objective),
-            noise_ids=noise_ids(self.tokenizer),
+            process=process_of(self.config, self.tokenizer),
         ).nats_B
 
     @functools.cached_property
@@ -428,23 +426,21 @@ def make_objectives(config: Config, tokenizer: Tokenizer) -> dict[str, Objective
     """
     objective, model, mask_id = config.objective, config.model, tokenizer.mask_id
     check_process(config)
-    process = noise_process(objective)
+    process = process_of(config, tokenizer)
     if model.attention_type == "causal":
         predicts_first = model.predicts_first
         return {"next_token": Objective(lambda batch, key: next_token(batch, predicts_first))}
     schedule = SCHEDULES[objective.schedule](objective.schedule_power)
     if not process.is_masked:
-        common: dict[str, Any] = {
-            "schedule": schedule, "mask_id": mask_id, "noise_ids": noise_ids(tokenizer),
-        }  # fmt: skip
         if model.attention_type != "canvas":
-            return {"elbo": process_elbo(process, block_length=model.block_length, **common)}
+            elbo_of = process_elbo(process, schedule=schedule, block_length=model.block_length)
+            return {"elbo": elbo_of}
         own = canvas_denoising(
             process,
+            schedule=schedule,
             canvas_length=model.block_length,
             text_weight=objective.text_weight,
             conditioned_share=objective.conditioned_share,
-            **common,
         )
         return {"denoising": own}
     shares = {"denoising": objective.denoising_share, "proofreading": objective.proofreading_share}
@@ -482,6 +478,12 @@ def make_objectives(config: Config, tokenizer: Tokenizer) -> dict[str, Objective
                 f"{math.ceil(1 / share)}"
             )
     return made
+
+
+def process_of(config: Config, tokenizer: Tokenizer) -> Process:
+    """The forward process of a config over the vocabulary of a tokenizer."""
+    ids = {"mask_id": tokenizer.mask_id, "noise_ids": noise_ids(tokenizer)}
+    return noise_process(config.objective, **ids)
 
 
 def check_process(config: Config) -> None:

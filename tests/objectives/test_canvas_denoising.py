@@ -46,8 +46,9 @@ PARAMS = NETWORK.init(jax.random.key(0))
 @functools.cache
 def objective(text_weight: float = 1.0, conditioned_share: float = 0.5):
     return canvas_denoising(
-        PROCESSES["uniform"], schedule=LINEAR, canvas_length=CANVAS, text_weight=text_weight,
-        conditioned_share=conditioned_share, mask_id=MASK, noise_ids=(0, 1, 2, 3),
+        dataclasses.replace(PROCESSES["uniform"], mask_id=MASK, noise_ids=(0, 1, 2, 3)),
+        schedule=LINEAR, canvas_length=CANVAS, text_weight=text_weight,
+        conditioned_share=conditioned_share,
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Forward processes: the bound of each against enumeration of its chain."""
 
+import dataclasses
 import functools
 import math
 
@@ -13,17 +14,14 @@ from dlm_jax.config import Config, ObjectiveConfig
 from dlm_jax.objectives import losses
 from dlm_jax.objectives.corruption import COSINE, LINEAR
 from dlm_jax.objectives.likelihood import costs
-from dlm_jax.objectives.objective import (
-    Batch,
-    Drawn,
-    noised_at,
-    process_costs,
-    process_elbo,
-)
+from dlm_jax.objectives.objective import Batch, Drawn
 from dlm_jax.objectives.processes import (
     PROCESSES,
     Process,
     divergence,
+    noised_at,
+    process_costs,
+    process_elbo,
 )
 from dlm_jax.training.tasks import check_process
 from dlm_jax.types import Network
@@ -53,7 +51,7 @@ def network(length: int = LENGTH) -> Network:
 
 
 NETWORK, PARAMS = network(), {"table": jnp.asarray(table())}
-INSTANCES = PROCESSES
+INSTANCES = {n: dataclasses.replace(one, **IDS) for n, one in PROCESSES.items()}
 NOISY = ("uniform", "mixed")
 
 
@@ -72,8 +70,8 @@ def nodes(first: float, last: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def _costs(length: int = LENGTH):
-    return jax.jit(functools.partial(process_costs, network(length), **IDS))
+def _costs(process: Process, length: int = LENGTH):
+    return jax.jit(functools.partial(process_costs, process, network(length)))
 
 
 def enumerated(process: Process, params, text, levels, speeds, is_first, length: int = LENGTH):
@@ -85,9 +83,9 @@ def enumerated(process: Process, params, text, levels, speeds, is_first, length:
     level, speed = (np.repeat(np.asarray(x, np.float32), len(states)) for x in (levels, speeds))
     noise = process.noise(
         batch.tokens_BL, shown, jnp.asarray(level), jnp.asarray(speed),
-        jnp.full(len(shown), is_first), **IDS,
+        jnp.full(len(shown), is_first),
     )  # fmt: skip
-    found = _costs(length)(params, Drawn(batch, shown, noise.weight, jnp.ones(()), noise))
+    found = _costs(process, length)(params, Drawn(batch, shown, noise.weight, jnp.ones(()), noise))
     return np.asarray(found, np.float64).sum(1).reshape(len(levels), -1)
 
 
@@ -134,23 +132,23 @@ def test_the_objective_and_the_likelihood_are_unbiased(name):
     expected = bound(process, PARAMS, text)
     batch = batch_of([text] * rows)
     for schedule in (LINEAR, COSINE):
-        objective = process_elbo(process, schedule=schedule, **IDS)
+        objective = process_elbo(process, schedule=schedule)
         noised = objective.draw(batch, jax.random.key(3))
-        row_costs = np.asarray(_costs()(PARAMS, noised), np.float64).sum(1)
+        row_costs = np.asarray(_costs(process)(PARAMS, noised), np.float64).sum(1)
         loss = jax.jit(functools.partial(objective.loss, NETWORK))(PARAMS, noised)
         assert float(loss.sum / loss.weight) * LENGTH == pytest.approx(row_costs.mean(), rel=1e-4)
         error = row_costs.std() / math.sqrt(rows)
         assert abs(row_costs.mean() - expected) < 4 * error < 0.15 * expected
     found = costs(
         NETWORK, PARAMS, batch, jnp.arange(rows), jax.random.key(0), is_causal=False, eos_id=1,
-        process=process, **IDS,
+        process=process, mask_id=MASK,
     )  # fmt: skip
     nats = np.asarray(found.nats_B, np.float64)
     assert abs(nats.mean() - expected) < 4 * nats.std() / math.sqrt(rows)
     assert 0 < float(jnp.mean(found.text_nats_B)) < nats.mean()
     alone = costs(
         NETWORK, PARAMS, batch_of([text]), jnp.array([7]), jax.random.key(0), is_causal=False,
-        eos_id=1, process=process, **IDS,
+        eos_id=1, process=process, mask_id=MASK,
     )  # fmt: skip
     assert float(alone.nats_B[0]) == pytest.approx(nats[7], rel=1e-5)
 
@@ -159,7 +157,7 @@ def test_the_objective_and_the_likelihood_are_unbiased(name):
 def test_a_readout_of_the_wanted_positions_alone_is_the_same(name, monkeypatch):
     """As accelerators read out, with padding behind the last position."""
     batch = batch_of([TEXTS[0], TEXTS[2], TEXTS[1]])._replace(given_B=jnp.array([1, 0, 1]))
-    objective = process_elbo(INSTANCES[name], schedule=LINEAR, **IDS)
+    objective = process_elbo(INSTANCES[name], schedule=LINEAR)
     noised = objective.draw(batch, jax.random.key(2))
 
     def loss(table):
@@ -177,8 +175,8 @@ def test_the_masked_bound_is_the_weighted_cross_entropy():
     """The general formula at its corner: -alpha' / (1 - alpha) times the cross-entropy at MASK."""
     level = jnp.array([0.2, 0.9, 0.5, 0.5])
     clean, shown = jnp.array([0, 2, 1, 3]), jnp.array([MASK, MASK, 1, MASK])
-    noise = PROCESSES["masked"].noise(
-        clean[:, None], shown[:, None], level, jnp.ones(4), jnp.zeros(4, bool), **IDS
+    noise = INSTANCES["masked"].noise(
+        clean[:, None], shown[:, None], level, jnp.ones(4), jnp.zeros(4, bool)
     )
     logits = jnp.asarray(table()[:4, 0]).at[:, MASK].set(-jnp.inf)
     flat = jax.tree.map(lambda x: x[:, 0], noise)
@@ -194,9 +192,7 @@ def test_noise_has_its_shares_and_given_tokens_have_none(name):
         given_B=jnp.full(rows, 1), length_B=jnp.full(rows, 3)
     )
     level = 0.6
-    noised = noised_at(
-        process, batch, jax.random.key(0), jnp.full(rows, level), schedule=LINEAR, **IDS
-    )
+    noised = noised_at(process, batch, jax.random.key(0), jnp.full(rows, level), schedule=LINEAR)
     shown = np.asarray(noised.shown_BL)
     assert (shown[:, 0] == 0).all() and (shown[:, 3] == 3).all()
     assert (np.asarray(noised.noise.weight)[:, [0, 3]] == 0).all()

@@ -116,6 +116,15 @@ def test_what_is_restored_is_what_was_saved_and_only_the_newest_are_kept(place):
     assert meta["step"] == 3
 
 
+def test_parameters_are_loaded_in_the_dtype_that_place_gives(saved):
+    def place(name: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float16 if name == "embedding" else leaf.dtype)
+
+    params, _ = load_params(saved, place=place)
+    expected = _state(2).params
+    _assert_same(params, expected | {"embedding": expected["embedding"].astype(jnp.float16)})
+
+
 def test_a_state_donated_right_after_saving_is_saved_as_it_was(place):
     step = jax.jit(lambda x: x * 2 + 1, donate_argnums=0)
     value = jnp.arange(1_000_000.0)

@@ -194,6 +194,8 @@ def test_a_run_of_own_parts_and_its_file_are_loaded_whole_with_their_network(fol
         tiny_run.assert_same(model.params, outcome.params)
         (text,) = dlm_jax.generate(model, num_samples=1, steps=2).texts
         assert len(text) == 16
+        split = dlm_jax.load(path, network=network, mesh=configs.MeshConfig(data=8))
+        tiny_run.assert_same(split.params, outcome.params)
         assert model.is_custom and model.config is not None
         with pytest.raises(ValueError, match="^the model is a custom network, which no"):
             dlm_jax.export(model, folder / "published")

@@ -12,15 +12,20 @@ For every process, the level at a time is the ``masked_ratio`` of the noise sche
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.config import ObjectiveConfig
+from dlm_jax.objectives.corruption import Schedule
+from dlm_jax.objectives.losses import Loss, at_positions, hidden_of, read_logits
+from dlm_jax.objectives.objective import SMALLEST_TIME, Batch, Drawn, Objective, times_of
+from dlm_jax.types import Network, Params
 
 HIGHEST_LEVEL = 1.0 - 1e-4
 """Levels in a bound are clipped to this value, because the terms of the bound are 0 / 0 at 1."""
@@ -67,11 +72,15 @@ class Process:
       shares: ``(level) -> Shares`` at levels in [0, 1], a differentiable function. All tokens are
         clean at level 0, and none are clean at level 1. The shares at level 1 define the prior.
       is_masked: whether MASK is the only noise, so that all visible tokens are correct.
+      mask_id: id of MASK; as `noise_ids`, only read by what noises tokens.
+      noise_ids: the ids that can be noise.
     """
 
     name: str
     shares: Callable[[jax.Array], Shares]
     is_masked: bool = False
+    mask_id: int = -1
+    noise_ids: tuple[int, ...] = ()
 
     def rates(self, level: jax.Array) -> Shares:
         """Forward rates of the noise per unit of level, multiplied by ``alpha``. ``text`` is the
@@ -93,9 +102,6 @@ class Process:
         tokens_BL: jax.Array,
         level: jax.Array,
         is_free_BL: jax.Array,
-        *,
-        mask_id: int,
-        noise_ids: tuple[int, ...],
     ) -> jax.Array:
         """Noised tokens, int32 ``[B, L]``. Free positions are noised at their level; other
         positions are unchanged.
@@ -105,10 +111,10 @@ class Process:
         kind_key, id_key = jax.random.split(key)
         shares = self.shares(level if level.ndim == 2 else level[:, None])
         kind_BL = jax.random.uniform(kind_key, tokens_BL.shape)
-        choice_BL = jax.random.randint(id_key, tokens_BL.shape, 0, len(noise_ids))
-        noise_BL = jnp.asarray(noise_ids, tokens_BL.dtype)[choice_BL]
+        choice_BL = jax.random.randint(id_key, tokens_BL.shape, 0, len(self.noise_ids))
+        noise_BL = jnp.asarray(self.noise_ids, tokens_BL.dtype)[choice_BL]
         shown_BL = jnp.where(kind_BL < shares.mask + shares.text, noise_BL, tokens_BL)
-        shown_BL = jnp.where(kind_BL < shares.mask, mask_id, shown_BL)
+        shown_BL = jnp.where(kind_BL < shares.mask, self.mask_id, shown_BL)
         return jnp.where(is_free_BL, shown_BL, tokens_BL)
 
     def noise(
@@ -118,9 +124,6 @@ class Process:
         level: jax.Array,
         speed: jax.Array,
         is_first: jax.Array,
-        *,
-        mask_id: int,
-        noise_ids: tuple[int, ...],
     ) -> Noise:
         """The `Noise` of the noised tokens `shown_BL` (from `sample`), ``[B, L]``.
 
@@ -133,11 +136,11 @@ class Process:
             for x in (level, speed, is_first)
         )
         now, rates = self.shares(level), self.rates(level)
-        is_mask_BL = shown_BL == mask_id
-        is_noise_BL = is_among(noise_ids, shown_BL)
+        is_mask_BL = shown_BL == self.mask_id
+        is_noise_BL = is_among(self.noise_ids, shown_BL)
 
         def of_shown(mask: jax.Array, text: jax.Array) -> jax.Array:
-            found_BL = jnp.where(is_noise_BL, text / len(noise_ids), 0.0)
+            found_BL = jnp.where(is_noise_BL, text / len(self.noise_ids), 0.0)
             return jnp.where(is_mask_BL, mask, found_BL)
 
         shown = of_shown(now.mask, now.text)
@@ -146,7 +149,7 @@ class Process:
         weight = speed * of_shown(rates.mask, rates.text) / jnp.maximum(chance, 1e-30)
         return Noise(
             now.clean,
-            now.text / len(noise_ids),
+            now.text / len(self.noise_ids),
             shown,
             jnp.where(is_first, speed, weight),
             is_first,
@@ -194,9 +197,9 @@ PROCESSES: Mapping[str, Process] = {
 """Processes by ``objective.process``."""
 
 
-def noise_process(objective: ObjectiveConfig) -> Process:
-    """The forward process of a config."""
-    return PROCESSES[objective.process]
+def noise_process(objective: ObjectiveConfig, **ids: Any) -> Process:
+    """The forward process of a config; `ids` are its ``mask_id`` and ``noise_ids``."""
+    return dataclasses.replace(PROCESSES[objective.process], **ids)
 
 
 def is_among(ids: tuple[int, ...], tokens: jax.Array) -> jax.Array:
@@ -259,3 +262,83 @@ def divergence(
     data_N = jnp.maximum(jnp.where(is_same_N, alpha_N, 0.0) + noise.shown, 1e-30)
     last_N = jnp.log(model_N) - jnp.log(data_N) - log_true_N
     return jnp.where(noise.is_first, last_N, term_N)
+
+
+def noised_at(
+    process: Process,
+    batch: Batch,
+    key: jax.Array,
+    t: jax.Array,
+    *,
+    schedule: Schedule,
+) -> Drawn:
+    """The batch noised at times in [0, 1], given per row ``[B]`` or per position ``[B, L]``.
+
+    With one key per row, ``[B]``, the noise of a row depends only on its key. At times up to 1e-3,
+    the term is that of a single step to time 0, divided by 1e-3, so that the mean over uniform
+    times is a bound for any network.
+    """
+    is_first = t <= SMALLEST_TIME
+    t = jnp.maximum(t, SMALLEST_TIME)
+    level = jnp.minimum(schedule.masked_ratio(t), HIGHEST_LEVEL)
+    speed = jnp.where(is_first, 1.0 / SMALLEST_TIME, schedule.weight(t) * schedule.masked_ratio(t))
+    is_free_BL = batch.is_free_BL()
+    if key.ndim:
+        shown_BL = jax.vmap(lambda key, *row: process.sample(key, *(x[None] for x in row))[0])(
+            key, batch.tokens_BL, level, is_free_BL
+        )
+    else:
+        shown_BL = process.sample(key, batch.tokens_BL, level, is_free_BL)
+    noise = process.noise(batch.tokens_BL, shown_BL, level, speed, is_first)
+    noise = noise._replace(weight=jnp.where(is_free_BL, noise.weight, 0.0))
+    total = jnp.sum(is_free_BL).astype(jnp.float32)
+    return Drawn(batch, shown_BL, noise.weight, total, noise)
+
+
+def process_costs(process: Process, network: Network, params: Params, drawn: Drawn) -> jax.Array:
+    """The contribution of each position to the bound at its time, in nats ``[B, L]``. See
+    `divergence`.
+    """
+    batch, shown_BL, noise = drawn.batch, drawn.shown_BL, drawn.noise
+    if network.behind is None:
+        hidden_BLD = hidden_of(network, params, shown_BL, batch.tokens_BL, batch.length_B)
+    else:  # one canvas after the given tokens
+        hidden_BLD = network.behind(params, shown_BL, batch.length_B, batch.given_B)
+
+    def cost(params: Params, hidden_BLD: jax.Array, *given: jax.Array) -> jax.Array:
+        logits_NV = read_logits(
+            network, network.readout, process.mask_id, params, [hidden_BLD], given[0].ndim
+        )
+        clean_N, shown_N, *noise_N = (x.reshape(-1) for x in given)
+        term_N = divergence(
+            logits_NV, clean_N, shown_N, Noise(*noise_N), noise_ids=process.noise_ids
+        )
+        return term_N.reshape(given[0].shape)
+
+    is_read_BL = noise.weight > 0
+    term_BL = at_positions(
+        cost,
+        params,
+        (hidden_BLD, batch.tokens_BL, shown_BL, *noise),
+        vocab_size=network.vocab_size,
+        is_read_BL=is_read_BL,
+    )
+    return jnp.where(is_read_BL, noise.weight * term_BL, 0.0)
+
+
+def process_elbo(process: Process, *, schedule: Schedule, block_length: int = 0) -> Objective:
+    """One-sample estimate of the continuous-time negative ELBO of any process, per token.
+
+    Times are low-discrepancy, as in `elbo`. `noised_at` describes the terms at times below 1e-3.
+    """
+
+    def draw(batch: Batch, key: jax.Array) -> Drawn:
+        time_key, noise_key = jax.random.split(key)
+        num_rows, num_positions = batch.tokens_BL.shape
+        t = times_of(time_key, num_rows, num_positions, block_length)
+        return noised_at(process, batch, noise_key, t, schedule=schedule)
+
+    def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
+        return Loss(jnp.sum(process_costs(process, network, params, drawn)), drawn.total)
+
+    return Objective(draw, loss)
