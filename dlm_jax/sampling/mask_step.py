@@ -278,19 +278,27 @@ def fill_input(
 
 
 def draw_candidates(
-    program: Program, params: Params, state: State, *inputs: Any, **arrays: jax.Array | None
+    program: Program,
+    params: Params,
+    state: State,
+    output: TrunkOutput,
+    context: Context,
+    is_open_BL: jax.Array,
+    is_seen_BL: jax.Array,
+    **arrays: jax.Array | None,
 ) -> FillOutput:
-    """The candidates of the fill, given the other arguments of `fill_input`. If rows are sharded,
-    each device fills its own rows.
+    """The candidates of the fill, given the arguments of `fill_input`. If rows are sharded, each
+    device fills its own rows.
     """
 
     def propose(params: Params, rows: tuple[Any, ...]) -> FillOutput:
-        state, inputs, arrays = rows
+        state, *inputs, arrays = rows
         return state.rules.fill.propose(fill_input(program, params, state, *inputs, **arrays))
 
     # The old cache is not used again, so it can be overwritten in place.
     lean = state._replace(cache=None, records=None)
-    return program.by_rows(propose)(params, (lean, inputs, arrays))
+    rows = lean, output, context, is_open_BL, is_seen_BL, arrays
+    return program.by_rows(propose)(params, rows)
 
 
 def apply_renoise(program: Program, state: State) -> State:
