@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from dlm_jax.config import SamplingParams
 from dlm_jax.objectives.corruption import LINEAR
-from dlm_jax.objectives.processes import PROCESSES
+from dlm_jax.objectives.forward_process import PROCESSES
 from dlm_jax.sampling.loop import Advance
 from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.params import params_of

@@ -14,9 +14,9 @@ from dlm_jax.config import Config, ModelConfig, SamplingParams
 from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import ROWS
 from dlm_jax.heads.head import Head
+from dlm_jax.objectives.forward_process import noise_process
 from dlm_jax.objectives.losses import Loss
 from dlm_jax.objectives.objective import Drawn
-from dlm_jax.objectives.processes import noise_process
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.propose import parallel_fill, wavefront_fill

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from dlm_jax.config import Config, HeadsConfig, ModelConfig
 from dlm_jax.heads.head import Head
+from dlm_jax.objectives.forward_process import noise_process
 from dlm_jax.objectives.losses import Loss, at_positions, nll, read_logits
 from dlm_jax.objectives.objective import Drawn
-from dlm_jax.objectives.processes import noise_process
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.types import Network, Params, live_positions, text_starts
 

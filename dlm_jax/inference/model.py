@@ -46,7 +46,7 @@ from dlm_jax.hf import (
 from dlm_jax.model.lora import merged
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.corruption import SCHEDULES
-from dlm_jax.objectives.processes import Process, noise_process
+from dlm_jax.objectives.forward_process import Process, noise_process
 from dlm_jax.randomness import check_settings, key_of
 from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.positions import chunk_size

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.objectives.corruption import Schedule, stratified_times
+from dlm_jax.objectives.forward_process import Process
 from dlm_jax.objectives.losses import Loss, cross_entropy
 from dlm_jax.objectives.objective import Batch, Drawn, Objective
-from dlm_jax.objectives.processes import Process
 from dlm_jax.types import Network, Params
 
 _MAX_LOGITS = 2**24

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.objectives.corruption import LINEAR, mask_exactly
+from dlm_jax.objectives.forward_process import Process, noised_at, process_costs
 from dlm_jax.objectives.losses import (
     at_positions,
     cross_entropy,
@@ -25,7 +26,6 @@ from dlm_jax.objectives.losses import (
     unpredicted,
 )
 from dlm_jax.objectives.objective import Batch
-from dlm_jax.objectives.processes import Process, noised_at, process_costs
 from dlm_jax.types import Network, Params
 
 # Multiples of an irrational number, modulo 1, are spread evenly over [0, 1). Rows use multiples of

@@ -131,7 +131,7 @@ class Posterior(NoiseRule):
     15; von Rutte et al. 2025, GIDD, section 3.3).
 
     Let ``r = alpha_t / alpha_s``, and let ``c(k)`` be the probability of noise ``k`` as defined in
-    `dlm_jax.objectives.processes`. The current token z stays with weight ``r (alpha_s p(z) +
+    `dlm_jax.objectives.forward_process`. The current token z stays with weight ``r (alpha_s p(z) +
     c_s(z))`` and is replaced with weight ``c_t(z) - r c_s(z)``. The replacement is drawn from the
     model with probability ``alpha_s``, and otherwise from the noise.
     """

@@ -33,6 +33,7 @@ from dlm_jax.heads import HEADS, MAIN, Head, metric_of, weight_at
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.canvas_denoising import canvas_denoising
 from dlm_jax.objectives.corruption import SCHEDULES
+from dlm_jax.objectives.forward_process import Process, noise_process, process_elbo
 from dlm_jax.objectives.likelihood import costs, half_width, plus_minus, ratio_and_error
 from dlm_jax.objectives.losses import Loss, cross_entropy, hidden_of
 from dlm_jax.objectives.objective import (
@@ -46,7 +47,6 @@ from dlm_jax.objectives.objective import (
     owners,
     proofreading,
 )
-from dlm_jax.objectives.processes import Process, noise_process, process_elbo
 from dlm_jax.settings import SettingError, require
 from dlm_jax.store import save_weights
 from dlm_jax.training.init_from import load_initial_params

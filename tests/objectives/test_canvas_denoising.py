@@ -13,8 +13,8 @@ import pytest
 
 from dlm_jax.objectives.canvas_denoising import canvas_denoising
 from dlm_jax.objectives.corruption import LINEAR
+from dlm_jax.objectives.forward_process import PROCESSES
 from dlm_jax.objectives.objective import Batch
-from dlm_jax.objectives.processes import PROCESSES
 from dlm_jax.types import Network
 
 V, MASK, LENGTH, CANVAS, ROWS = 7, 6, 11, 3, 100

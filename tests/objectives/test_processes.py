@@ -13,9 +13,7 @@ from oracles.processes import Enumerated
 from dlm_jax.config import Config, ObjectiveConfig
 from dlm_jax.objectives import losses
 from dlm_jax.objectives.corruption import COSINE, LINEAR
-from dlm_jax.objectives.likelihood import costs
-from dlm_jax.objectives.objective import Batch, Drawn
-from dlm_jax.objectives.processes import (
+from dlm_jax.objectives.forward_process import (
     PROCESSES,
     Process,
     divergence,
@@ -23,6 +21,8 @@ from dlm_jax.objectives.processes import (
     process_costs,
     process_elbo,
 )
+from dlm_jax.objectives.likelihood import costs
+from dlm_jax.objectives.objective import Batch, Drawn
 from dlm_jax.training.tasks import check_process
 from dlm_jax.types import Network
 

@@ -17,7 +17,7 @@ import dlm_jax
 from dlm_jax.config import Config, ObjectiveConfig, SamplingParams
 from dlm_jax.data import text_ids
 from dlm_jax.inference.model import Model
-from dlm_jax.objectives.processes import PROCESSES
+from dlm_jax.objectives.forward_process import PROCESSES
 from dlm_jax.sampling.commit.commit_rule import Proposal
 from dlm_jax.sampling.loop import start
 from dlm_jax.sampling.noise import NoiseContext
