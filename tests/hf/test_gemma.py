@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 
 import dlm_jax
+from dlm_jax.types import Window
 
 transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
 torch = pytest.importorskip("torch", reason="torch is in an optional extra")
@@ -146,6 +147,29 @@ def test_text_canvas_and_logits_are_those_of_the_reference(both, forward, length
             scale = np.abs(theirs).max(initial=1)
             worst[name] = max(worst[name], float(np.abs(ours - theirs).max(initial=0) / scale))
     assert max(worst.values()) < 1e-5, worst
+
+
+def test_a_canvas_beside_a_cached_text_is_that_behind_the_text(both, forward):
+    params, cached = both[2].params, both[2].network.cached
+    prompts, canvases = _rows((9, 4, 13))
+    hidden_BLD = forward(prompts, canvases)
+    start = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.full((3, LONGEST), cases.EOS, np.int32)
+    for row, pair in enumerate(zip(prompts, canvases, strict=True)):
+        tokens[row, : start[row] + CANVAS] = np.concatenate(pair)
+
+    @jax.jit
+    def beside_cache(params, tokens):
+        length, window = start + CANVAS, Window(start, start, start + CANVAS)
+        _, update = cached.whole(params, tokens, length)
+        cache = cached.store(cached.init(params, 3, LONGEST), update, None, jnp.zeros(3, jnp.int32))
+        signal = jnp.zeros((3, CANVAS, TEXT["hidden_size"]))
+        return cached.canvas(params, cache, tokens, length, window, signal, size=CANVAS)
+
+    found = beside_cache(params, tokens)
+    for row, begin in enumerate(start):
+        wanted = hidden_BLD[row, begin : begin + CANVAS]
+        np.testing.assert_allclose(found[row], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_loading_exporting_and_loading_is_the_identity(both, tmp_path):
