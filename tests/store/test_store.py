@@ -463,7 +463,7 @@ with Checkpoints(directory, keep=2) as checkpoints:
         checkpoints.restore({"other": state["step"]})
     except ValueError as error:
         print(error)
-    checkpoints.save(6, state, {"step": 6})
+    checkpoints.save(6, state, meta | {"step": 6})
     checkpoints.wait()
     if index == 1:
         for depth in ("d/*", "*/d/*"):
