@@ -88,13 +88,6 @@ def proportional_angles(
     return jnp.where(turns_K[None], cos_LK, 1.0), jnp.where(turns_K[None], sin_LK, 0.0)
 
 
-def sight(attention_type: str, block_length: int) -> ops.MaySee | None:
-    """What the positions of a row attend to; None means all positions."""
-    if block_length:
-        return InBlocks(block_length)
-    return ops.causal if attention_type == "causal" else None
-
-
 def attention_weights(
     q_BLHK: jax.Array, k_BLGK: jax.Array, length_B: jax.Array, may_see: ops.MaySee | None
 ) -> jax.Array:

@@ -18,8 +18,8 @@ from dlm_jax.config import ModelConfig
 from dlm_jax.model import ops
 from dlm_jax.model.attention import attend_behind, proportional_angles, seen_keys
 from dlm_jax.model.layers import Mlp, kv_shape, norm_of, parameter, unit_norm
-from dlm_jax.model.moe import MoeBlock
-from dlm_jax.model.trunk import Angles, Layers, Trunk, in_groups
+from dlm_jax.model.moe import Block
+from dlm_jax.model.trunk import Angles, Trunk
 from dlm_jax.types import CachedTrunk, Network, Params, Window
 
 
@@ -35,7 +35,7 @@ class SelfConditioning(nnx.Module):
         return unit_norm(x_BLD + self.mlp(self.norm(signal_BLD)), self.norm.epsilon)
 
 
-class CanvasBlock(MoeBlock):
+class CanvasBlock(Block):
     """A block of text and canvas positions.
 
     With ``config.layer_scales``, its output is multiplied by a scale of its kind of position.
@@ -76,8 +76,9 @@ class DiffusionGemma(Trunk):
     def make(self, name: str, rngs: nnx.Rngs) -> nnx.Module:
         if name == "self_conditioning":
             return SelfConditioning(self.config, rngs=rngs)
-        if not name.endswith("blocks"):
-            return super().make(name, rngs)
+        return super().make(name, rngs)
+
+    def block(self, name: str, rngs: nnx.Rngs) -> CanvasBlock:
         is_full, is_dense = name == "full_blocks", name == "dense_blocks"
         return CanvasBlock(self.config, rngs=rngs, is_full=is_full, is_dense=is_dense)
 
@@ -90,42 +91,29 @@ class DiffusionGemma(Trunk):
         signal_BLD: jax.Array | None = None,
     ) -> jax.Array:
         """`Network.behind`."""
+
+        def attend(name: str, q: jax.Array, k: jax.Array, v: jax.Array, rows: Any) -> jax.Array:
+            length_B, start_B = rows
+            window = self._reach(name)
+            return attend_behind(q, k, v, length_B, start_B=start_B, window=window)
+
         x_BLD = self.embed(params, tokens_BL)
         is_canvas_BL = jnp.arange(tokens_BL.shape[1])[None] >= start_B[:, None]
         of_canvas_BLD = self._conditioned(params, x_BLD, signal_BLD)
         x_BLD = jnp.where(is_canvas_BL[:, :, None], of_canvas_BLD, x_BLD)
-        context = length_B, start_B, is_canvas_BL, self.angles(tokens_BL.shape[1])
-
-        def run_all(name: str, params: Params, x_BLD: jax.Array, context: Any) -> jax.Array:
-            reach = self._reach(name)
-
-            def run(block: CanvasBlock, x_BLD: jax.Array, *context: Any) -> jax.Array:
-                length_B, start_B, is_canvas_BL, angles = context
-
-                def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                    return attend_behind(q, k, v, length_B, start_B=start_B, window=reach)
-
-                return block(x_BLD, angles[name], attend, is_canvas_BL)
-
-            return Layers(self, name, params).scan(run, x_BLD, *context)
-
-        stacks = self.layers(params)
-        names, parts = [layers.name for layers in stacks], [layers.params for layers in stacks]
-
-        def group(x_BLD: jax.Array, parts: list[Params], context: Any) -> jax.Array:
-            for name, part in zip(names, parts, strict=True):
-                x_BLD = run_all(name, part, x_BLD, context)
-            return x_BLD
-
-        if not self.config.full_every:
-            return self.norm(params, group(x_BLD, parts, context))
-        parts = in_groups(parts, len(stacks[-1]))
-        return self.norm(params, ops.scan_layers(group, x_BLD, parts, context))
+        angles, rows = self.angles(tokens_BL.shape[1]), (length_B, start_B)
+        x_BLD = self.run_layers(params, x_BLD, angles, attend, rows, is_canvas_BL)
+        return self.norm(params, x_BLD)
 
     def functions(self) -> Network:
         """The `Network` of this trunk."""
         cached = CachedTrunk(
-            0, self.init_cache, self.whole, self.window, self.store, canvas=self.canvas
+            block_length=0,
+            init=self.init_cache,
+            whole=self.whole,
+            window=self.window,
+            store=self.store,
+            canvas=self.canvas,
         )
         return self.network(
             trunk=self.trunk,
@@ -161,7 +149,7 @@ class DiffusionGemma(Trunk):
         is_canvas_N1 = jnp.zeros((length_N.shape[0], 1), bool)
         angles = self.angles(tokens_NL.shape[1])
         x_NLD = self.embed(params, tokens_NL)
-        return self.run_layers(params, x_NLD, angles, attend, None, is_canvas_N1)
+        return self.run_cached(params, x_NLD, angles, attend, None, is_canvas_N1)
 
     def window(
         self,
@@ -205,7 +193,7 @@ class DiffusionGemma(Trunk):
         }
         is_canvas_N1 = jnp.full((place_NW.shape[0], 1), is_canvas)
         attend = self.attend_beside(row_N, seen)
-        return self.run_layers(params, x_NWD, angles, attend, cache, is_canvas_N1)
+        return self.run_cached(params, x_NWD, angles, attend, cache, is_canvas_N1)
 
     def canvas(
         self,

@@ -52,7 +52,7 @@ def with_adapters(key: jax.Array, params: Params, axes: Params, config: ModelCon
     return params | {GROUP: made}
 
 
-def stacks(params: Params) -> dict[str, Params]:
+def stacks_of(params: Params) -> dict[str, Params]:
     """The stacks of blocks in the order of `STACKS`, each with its adapters under ``adapters``."""
     own = params.get(GROUP, {})
     return {
@@ -89,4 +89,4 @@ def merged(params: Params, config: ModelConfig) -> Params:
         row = params[GROUP][MASK_ROW]["row"]
         table = jnp.asarray(whole["embedding"])
         whole["embedding"] = table.at[-1].add(row.astype(table.dtype))
-    return whole | {name: applied(blocks, config) for name, blocks in stacks(params).items()}
+    return whole | {name: applied(blocks, config) for name, blocks in stacks_of(params).items()}

@@ -1,4 +1,4 @@
-"""Blocks with a mixture of experts: a router and grouped matrix products.
+"""The block of all architectures, and its mixture of experts: a router and grouped products.
 
 There is no capacity limit, so rows are independent. The mesh axis ``expert`` shards the experts,
 and ``tensor`` shards the inner dimension of each expert. Each device applies its own experts to the
@@ -7,18 +7,19 @@ tokens of all devices along these axes, and the outputs are summed.
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import mesh_in_use
-from dlm_jax.distributed.partitions import PLACES, fitting
-from dlm_jax.model.layers import GATES, Block, Linear, Mlp, norm_of, parameter, unit_norm
+from dlm_jax.distributed.partitions import PLACES, fitting, pin
+from dlm_jax.model.layers import GATES, Attention, Linear, Mlp, norm_of, parameter, unit_norm
 
 Kernels = tuple[jax.Array, jax.Array, jax.Array]
 """The kernels of some experts: gate and up ``[E, D, F]``, down ``[E, F, D]``."""
@@ -32,7 +33,7 @@ class Experts(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.config = dataclasses.replace(config)
+        self.config = config
         width, inner, num = config.width, config.expert_width, config.experts
         self.router = Linear(width, num, scale=1.0, rngs=rngs, is_matrix=False)
         has_bias = config.router_bias != "none"
@@ -79,10 +80,12 @@ class Experts(nnx.Module):
         return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD)
 
 
-class MoeBlock(Block):
-    """A block with experts in place of the MLP or, with ``config.experts_beside``, in addition.
+class Block(nnx.Module):
+    """A pre-norm block: attention, then the MLP, each added to its input.
 
-    A model without experts, and a dense block, have the MLP alone.
+    With ``config.post_norms``, the outputs of attention and of the MLP are also normalised. With
+    ``config.experts``, a block that is not dense has experts in place of the MLP or, with
+    ``config.experts_beside``, in addition.
     """
 
     def __init__(
@@ -93,21 +96,38 @@ class MoeBlock(Block):
         is_full: bool = False,
         is_dense: bool = False,
     ):
-        is_beside = config.experts_beside
-        mlp: Any = Experts if config.experts and not is_beside and not is_dense else Mlp
-        super().__init__(config, rngs=rngs, is_full=is_full, mlp=mlp)
-        self.experts = Experts(config, rngs=rngs) if is_beside else None
-        self.experts_norm = norm_of(config) if is_beside else None
-        self.dense_out_norm = norm_of(config) if is_beside else None
-        self.experts_out_norm = norm_of(config) if is_beside else None
+        has_experts = config.experts > 0 and not is_dense
+        is_beside = has_experts and config.experts_beside
+        mlp: Any = Experts if has_experts and not is_beside else Mlp
 
-    def update(self, x_BLD: jax.Array) -> jax.Array:
-        y_BLD = super().update(x_BLD)
-        if self.experts is None:
-            return y_BLD
-        assert self.experts_norm and self.dense_out_norm and self.experts_out_norm
-        of_experts_BLD = self.experts(self.experts_norm(x_BLD), x_BLD)
-        return self.dense_out_norm(y_BLD) + self.experts_out_norm(of_experts_BLD)
+        def norm(is_used: bool) -> Any:
+            return norm_of(config) if is_used else None
+
+        self.attention_norm = norm_of(config)
+        self.attention = Attention(config, rngs=rngs, is_full=is_full)
+        self.attention_out_norm = norm(config.post_norms)
+        self.mlp_norm = norm_of(config)
+        self.mlp = mlp(config, rngs=rngs)
+        self.mlp_out_norm = norm(config.post_norms)
+        self.experts: Any = Experts(config, rngs=rngs) if is_beside else None
+        self.experts_norm = norm(is_beside)
+        self.dense_out_norm = norm(is_beside)
+        self.experts_out_norm = norm(is_beside)
+
+    def __call__(self, x_BLD: jax.Array, angles: Any, attend: Callable[..., Any]) -> jax.Array:
+        """Hidden vectors after the block, ``[B, L, D]``; see `Attention.__call__`."""
+        x_BLD = pin(x_BLD, "hidden")
+        y_BLD = self.attention(self.attention_norm(x_BLD), angles, attend)
+        if self.attention_out_norm is not None:
+            y_BLD = self.attention_out_norm(y_BLD)
+        x_BLD = checkpoint_name(x_BLD + y_BLD, "middle")
+        y_BLD = self.mlp(self.mlp_norm(x_BLD))
+        if self.experts is not None:
+            of_experts_BLD = self.experts(self.experts_norm(x_BLD), x_BLD)
+            y_BLD = self.dense_out_norm(y_BLD) + self.experts_out_norm(of_experts_BLD)
+        if self.mlp_out_norm is not None:
+            y_BLD = self.mlp_out_norm(y_BLD)
+        return pin(x_BLD + y_BLD, "hidden")
 
 
 def over_devices(
@@ -130,8 +150,7 @@ def over_devices(
     inward = fitting(P("expert", None, "tensor"), kernels[0].shape, mesh)
     outward = fitting(P("expert", "tensor", None), kernels[2].shape, mesh)
     splits_experts, splits_inner = inward[0] is not None, inward[2] is not None
-    row_axes = (rows[0],) if isinstance(rows[0], str) else rows[0] or ()
-    splits_rows = splits_experts and "expert" in row_axes
+    splits_rows = splits_experts and "expert" in (rows[0] or ())
 
     def of_share(kernels: Kernels, *own: Any) -> jax.Array:
         if splits_rows:

@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from dlm_jax.devices import mesh_in_use, platform
+from dlm_jax.devices import is_on_one_cpu, mesh_in_use, platform
 from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.model.kernels import cpu
-from dlm_jax.model.kernels.split import grouped, padded, ungrouped, window_by_device
+from dlm_jax.model.kernels.split import SAVED, grouped, padded, ungrouped, window_by_device
 from dlm_jax.types import live_positions, text_starts
 
 MaySee = Callable[[Any, Any], Any]
@@ -29,9 +30,6 @@ The callable must be static: a module-level function or a frozen dataclass with 
 must accept broadcastable NumPy and JAX integer arrays, and every query must attend to at least one
 key. Row lengths are applied separately.
 """
-
-SAVED = "attention"
-"""Name of the values that rematerialisation may save: attention outputs and kernel residuals."""
 
 # Below this length, XLA's fusions are as fast as the kernel, which has blocks of at least 128
 # positions.
@@ -65,7 +63,7 @@ def linear(x: jax.Array, kernel_DF: jax.Array) -> jax.Array:
     """``x @ kernel``, shape ``[..., F]``.
 
     On CPUs, the leading axes are merged first, so that the kernel's gradient is one matrix product
-    that reads both operands in place.
+    that reads both operands in place, 1.4 times as fast.
     """
     if platform() != "cpu" or x.ndim < 3:
         return x @ kernel_DF
@@ -111,43 +109,56 @@ def unrolls_cache(num_layers: int) -> bool:
     """Whether each layer has its own cache, and the layers of a decoding step are unrolled.
 
     On CPUs, a scan would copy the parameters and the cache of each layer at every step: with 6
-    layers of width 256, a causal model would take 4.5 times as long per token. On accelerators, a
-    loop compiles one layer, and the kernels read the cache of all layers in place.
+    layers of width 256, a causal model would take 5.3 times as long per token of one row. On
+    accelerators, a loop compiles one layer, and the kernels read the cache of all layers in place.
     """
     return platform() == "cpu" and num_layers <= _LONGEST_UNROLLED_CACHE
 
 
+def slices(stacked: Any) -> list[Any]:
+    """The parameters of each layer of a stack.
+
+    Arrays on one CPU device are not copied: the layers are views of their memory.
+    """
+
+    def of_leaf(leaf: jax.Array) -> list[jax.Array]:
+        if not is_on_one_cpu(leaf):
+            return [leaf[at] for at in range(leaf.shape[0])]
+        place = leaf.sharding if leaf.committed else None
+        return [jax.device_put(one, place) for one in np.asarray(leaf)]
+
+    leaves, tree = jax.tree.flatten(stacked)
+    return [jax.tree.unflatten(tree, layer) for layer in zip(*map(of_leaf, leaves), strict=True)]
+
+
 def write_rows(
-    axis: int, row_N: jax.Array | None, place_N: jax.Array
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A function that writes `new` into `old` at the given rows and positions along `axis`.
+    old: jax.Array, new: jax.Array, *, axis: int, row_N: jax.Array | None, place_N: jax.Array
+) -> jax.Array:
+    """`old` with `new` at the rows `row_N` (None: all rows) and the positions `place_N` of `axis`.
 
     A few rows are written one by one, in place, and many by a scatter, which would copy whole
     windows on TPUs.
     """
+    num_rows = new.shape[0]
+    if row_N is None and (num_rows > _FEW_ROWS or platform() != "cpu"):
+        of_row = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis - 1)
+        return jax.vmap(of_row)(old, new, place_N)
 
-    def one(old: jax.Array, new: jax.Array, n: int | jax.Array) -> jax.Array:
-        assert row_N is not None
+    def write(n: int | jax.Array, old: jax.Array) -> jax.Array:
         start = [jnp.zeros((), jnp.int32)] * old.ndim
-        start[0], start[axis] = row_N[n], place_N[n]
+        start[0], start[axis] = n if row_N is None else row_N[n], place_N[n]
         return jax.lax.dynamic_update_slice(old, jax.lax.dynamic_slice_in_dim(new, n, 1), start)
 
-    def write(old: jax.Array, new: jax.Array) -> jax.Array:
-        if row_N is None:
-            return jax.vmap(lambda o, n, p: jax.lax.dynamic_update_slice_in_dim(o, n, p, axis - 1))(
-                old, new, place_N
-            )
-        if new.shape[0] > _FEW_ROWS and platform() == "tpu":
-            return jax.lax.fori_loop(0, new.shape[0], lambda n, old: one(old, new, n), old)
-        if new.shape[0] > _FEW_ROWS:
-            place_NW = place_N[:, None] + jnp.arange(new.shape[axis])[None]
-            where = (row_N[:, None], *[slice(None)] * (axis - 1), place_NW)
-            return old.at[where].set(jnp.moveaxis(new, axis, 1))
-        for n in range(new.shape[0]):
-            old = one(old, new, n)
-        return old
-
-    return write
+    if num_rows > _FEW_ROWS and platform() == "tpu":
+        return jax.lax.fori_loop(0, num_rows, write, old)
+    if num_rows > _FEW_ROWS:
+        place_NW = place_N[:, None] + jnp.arange(new.shape[axis])[None]
+        assert row_N is not None
+        where = (row_N[:, None], *[slice(None)] * (axis - 1), place_NW)
+        return old.at[where].set(jnp.moveaxis(new, axis, 1))
+    for n in range(num_rows):
+        old = write(n, old)
+    return old
 
 
 def attention(
@@ -180,7 +191,7 @@ def attention(
         from dlm_jax.model.kernels.tpu import splash_attention
 
         # The kernel already names its output; naming it again would store it twice.
-        return splash_attention(*given, may_see=may_see, saved=SAVED)
+        return splash_attention(*given, may_see=may_see)
     is_half_on_gpu = target == "gpu" and q_BLHK.dtype in (jnp.bfloat16, jnp.float16)
     if is_half_on_gpu and size % 8 == 0 and may_see in (None, causal) and not is_packed:
         y_BLHK = cudnn_attention(q_BLHK, k_BMGK, v_BMGK, length_B, may_see is not None)
@@ -190,7 +201,7 @@ def attention(
     if is_half_on_gpu and is_masked and is_long and size in _TRITON_SIZES:
         from dlm_jax.model.kernels.triton import triton_attention
 
-        return triton_attention(*given, may_see=may_see or unmasked, saved=SAVED)
+        return triton_attention(*given, may_see=may_see or unmasked)
     return formula_attention(*given, may_see=may_see)
 
 
@@ -364,10 +375,13 @@ def window_attention(
       layer: index of the layer.
       row_B: row of the cache of each row of the window; None means the same rows.
     """
+    kernel = None if layer is None else _window_kernel(q_BWHK, cache[0], own_BGWK[0], seen)
+    if kernel is not None:
+        num_rows = q_BWHK.shape[0]
+        row_B = jnp.arange(num_rows, dtype=jnp.int32) if row_B is None else row_B
+        layer_B = jnp.full(num_rows, layer, jnp.int32)
+        return window_by_device(kernel, q_BWHK, cache, own_BGWK, seen, row_B, layer_B)
     if layer is not None:
-        y_BWHK = _window_by_kernel(q_BWHK, cache, own_BGWK, seen, layer, row_B)
-        if y_BWHK is not None:
-            return y_BWHK
         cache = _of_layer(cache[0], layer), _of_layer(cache[1], layer)
     if row_B is not None:
         cache = on_own_rows(rows_of, cache, row_B)
@@ -389,38 +403,22 @@ def _of_layer(leaf_RDGLK: jax.Array, layer: jax.Array) -> jax.Array:
     return as_it_lies(leaf)
 
 
-def _window_by_kernel(
-    q_BWHK: jax.Array,
-    cache: KeyValue,
-    own_BGWK: KeyValue,
-    seen: tuple[jax.Array, jax.Array],
-    layer: jax.Array,
-    row_B: jax.Array | None,
-) -> jax.Array | None:
-    """`window_attention` by a kernel, on each device for its own rows and heads; None without."""
-    leaf, num_seen, target = cache[0], seen[0].shape[-1], platform()
+def _window_kernel(
+    q_BWHK: jax.Array, leaf: jax.Array, k_BGWK: jax.Array, seen: tuple[jax.Array, jax.Array]
+) -> Callable[..., jax.Array] | None:
+    """The kernel that reads the cache in place, on each device for its own rows and heads."""
+    num_seen, target = seen[0].shape[-1], platform()
     kernel: Callable[..., jax.Array] | None = None
     if target == "tpu" and leaf.dtype == jnp.bfloat16 and num_seen >= _LANES:
         from dlm_jax.model.kernels.tpu import mosaic_window, window_fits
 
-        kernel = mosaic_window if window_fits(q_BWHK, leaf, own_BGWK[0], seen) else None
+        kernel = mosaic_window if window_fits(q_BWHK, leaf, k_BGWK, seen) else None
     elif target == "gpu" and leaf.dtype in (jnp.bfloat16, jnp.float16):
         from dlm_jax.model.kernels.triton import TILE, triton_window
 
         fits = num_seen >= TILE and leaf.shape[-1] in _TRITON_SIZES
         kernel = triton_window if fits else None
-    if kernel is None:
-        return None
-    num_rows = q_BWHK.shape[0]
-    row_B = jnp.arange(num_rows, dtype=jnp.int32) if row_B is None else row_B
-
-    def of_rows(
-        q: jax.Array, leaves: KeyValue, own: KeyValue, seen: Any, row: jax.Array, *rest: jax.Array
-    ) -> jax.Array:
-        return kernel(q, leaves, own, seen, (row % leaves[0].shape[0]).astype(jnp.int32), *rest)
-
-    layer_B = jnp.full(num_rows, layer, jnp.int32)
-    return window_by_device(of_rows, q_BWHK, cache, own_BGWK, seen, row_B, layer_B)
+    return kernel
 
 
 def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:

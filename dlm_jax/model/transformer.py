@@ -20,11 +20,11 @@ from dlm_jax.config import ModelConfig
 from dlm_jax.distributed.partitions import on_own_rows
 from dlm_jax.heads import HEADS
 from dlm_jax.model import ops
-from dlm_jax.model.attention import attend_beside_clean, attention_weights, seen_keys, sight
+from dlm_jax.model.attention import InBlocks, attend_beside_clean, attention_weights, seen_keys
 from dlm_jax.model.diffusion_gemma import DiffusionGemma
-from dlm_jax.model.layers import Block
-from dlm_jax.model.moe import MoeBlock
-from dlm_jax.model.trunk import Angles, Trunk
+from dlm_jax.model.lora import stacks_of
+from dlm_jax.model.moe import Block
+from dlm_jax.model.trunk import Trunk
 from dlm_jax.types import CachedTrunk, Inside, Network, Params, Window, left_of, text_starts
 
 
@@ -45,32 +45,24 @@ class Transformer(Trunk):
     token has no prediction (`Network.predicts_first`).
     """
 
-    def make(self, name: str, rngs: nnx.Rngs) -> nnx.Module:
-        if name == "blocks" and self.config.experts:
-            return MoeBlock(self.config, rngs=rngs)
-        if name in ("blocks", "dense_blocks"):
-            return Block(self.config, rngs=rngs)
-        return super().make(name, rngs)
+    def block(self, name: str, rngs: nnx.Rngs) -> Block:
+        return Block(self.config, rngs=rngs, is_dense=name == "dense_blocks")
 
     def __call__(
         self, params: Params, tokens_BL: jax.Array, length_B: jax.Array, cache: None = None
     ) -> tuple[jax.Array, None]:
         """`Network.trunk`."""
-        may_see = self.may_see
 
-        def run(block: Block, x_BLD: jax.Array, length_B: jax.Array, angles: Angles) -> jax.Array:
-            return block(
-                x_BLD, angles, lambda q, k, v: ops.attention(q, k, v, length_B, may_see=may_see)
-            )
+        def attend(_: str, *qkv_and_length: jax.Array) -> jax.Array:
+            return ops.attention(*qkv_and_length, may_see=self.may_see)
 
         angles, is_first_BL = self.angles(tokens_BL.shape[1]), None
-        if length_B.ndim == 2:
+        if length_B.ndim == 2:  # packed texts
             num_positions = tokens_BL.shape[1]
             place_BL = jnp.arange(num_positions)[None] - text_starts(length_B, num_positions)
             angles, is_first_BL = jax.tree.map(lambda x_LK: x_LK[place_BL], angles), place_BL == 0
         x_BLD = self.embed(params, self.inputs(tokens_BL, is_first_BL))
-        for layers in self.layers(params):
-            x_BLD = layers.scan(run, x_BLD, length_B, angles[layers.name])
+        x_BLD = self.run_layers(params, x_BLD, angles, attend, length_B)
         return self.outputs(params, x_BLD, is_first_BL), cache
 
     @property
@@ -79,15 +71,14 @@ class Transformer(Trunk):
 
     @property
     def may_see(self) -> ops.MaySee | None:
-        return sight(self.config.attention_type, self.config.block_length)
+        """What the positions of a row attend to; None means all positions."""
+        if self.config.block_length:
+            return InBlocks(self.config.block_length)
+        return ops.causal if self.is_causal else None
 
     @property
     def is_causal(self) -> bool:
         return self.config.attention_type == "causal"
-
-    @property
-    def is_unrolled(self) -> bool:
-        return ops.unrolls_cache(self.config.depth)
 
     @property
     def hides_first(self) -> bool:
@@ -101,12 +92,12 @@ class Transformer(Trunk):
     def functions(self) -> Network:
         """The `Network` of this trunk."""
         cached = CachedTrunk(
-            self.block_length,
-            self.init_cache,
-            self.whole,
-            self.window,
-            self.store,
-            self.ready,
+            block_length=self.block_length,
+            init=self.init_cache,
+            whole=self.whole,
+            window=self.window,
+            store=self.store,
+            ready=self.ready,
         )
         heads = {
             name: HEADS[name].function(
@@ -128,7 +119,6 @@ class Transformer(Trunk):
 
     def inputs(self, tokens_BL: jax.Array, is_first_BL: jax.Array | None = None) -> jax.Array:
         """The tokens at the input: in a causal network, those before each position.
-
 
         `is_first_BL` is True at the first position of each text; None means that of the row.
         """
@@ -161,9 +151,9 @@ class Transformer(Trunk):
             v_BLHK = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
             return jnp.einsum("bhlm,bmhk->blhk", maps[-1].astype(v.dtype), v_BLHK)
 
-        for layers in self.layers(params):
-            for one in layers.apart():
-                hidden.append(layers.block(one)(hidden[-1], angles[layers.name], attend))
+        for name, stack in stacks_of(params).items():
+            for one in ops.slices(stack):
+                hidden.append(self.run_block(name, one, hidden[-1], angles[name], attend))
         final_BLD = self.outputs(params, hidden[-1])
         return Inside(jnp.stack(hidden, axis=1), jnp.stack(maps, axis=1), final_BLD)
 
@@ -179,16 +169,12 @@ class Transformer(Trunk):
         """`Network.beside_clean`: a noisy and a clean stream of the same rows."""
         block_length = block_length or self.block_length
 
-        def run(block: Block, x: jax.Array, length_B: jax.Array, angles: Angles) -> jax.Array:
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                return attend_beside_clean(q, k, v, length_B, block_length=block_length)
-
-            return block(x, angles, attend)
+        def attend(_: str, *qkv_and_length: jax.Array) -> jax.Array:
+            return attend_beside_clean(*qkv_and_length, block_length=block_length)
 
         angles = self.angles(shown_BL.shape[1])
         x = self.embed(params, jnp.concatenate([shown_BL, clean_BL]))
-        for layers in self.layers(params):
-            x = layers.scan(run, x, length_B, angles[layers.name])
+        x = self.run_layers(params, x, angles, attend, length_B)
         return self.outputs(params, x[: shown_BL.shape[0]])
 
     def init_cache(self, params: Params, num_rows: int, num_positions: int) -> Any:
@@ -208,7 +194,7 @@ class Transformer(Trunk):
             return (y, one_later(k), one_later(v)) if self.hides_first else (y, k, v)
 
         x_NLD = self.embed(params, self.inputs(tokens_NL))
-        x_NLD, piece = self.run_layers(params, x_NLD, self.angles(tokens_NL.shape[1]), attend)
+        x_NLD, piece = self.run_cached(params, x_NLD, self.angles(tokens_NL.shape[1]), attend)
         if self.caches_hidden:
             return one_later(x_NLD), (piece, x_NLD)
         return one_later(x_NLD) if self.hides_first else x_NLD, piece
@@ -244,7 +230,7 @@ class Transformer(Trunk):
         x_NWD = self.embed(params, jnp.take_along_axis(tokens_NL, place_NW, axis=1))
         layers, hidden_BLD = cache if self.caches_hidden else (cache, None)
         attend = self.attend_beside(row_N, dict.fromkeys(angles, seen))
-        x_NWD, piece = self.run_layers(params, x_NWD, angles, attend, layers)
+        x_NWD, piece = self.run_cached(params, x_NWD, angles, attend, layers)
         if not self.caches_hidden:
             return x_NWD, piece
         before_N = jnp.maximum(window.place_N - 1, 0)
@@ -262,7 +248,7 @@ class Transformer(Trunk):
         if not self.caches_hidden:
             return super().store(cache, piece, row_N, place_N)
         (cache, hidden_BLD), (piece, new_BLD) = cache, piece
-        hidden_BLD = ops.write_rows(1, row_N, place_N)(hidden_BLD, new_BLD)
+        hidden_BLD = ops.write_rows(hidden_BLD, new_BLD, axis=1, row_N=row_N, place_N=place_N)
         return super().store(cache, piece, row_N, place_N), hidden_BLD
 
 

@@ -18,24 +18,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.devices import is_concrete, is_on_one_cpu
+from dlm_jax.devices import is_concrete
 from dlm_jax.heads import HEADS
 from dlm_jax.model import ops
 from dlm_jax.model.attention import rotary_angles
-from dlm_jax.model.layers import (
-    Linear,
-    declared,
-    embed,
-    kv_shape,
-    norm_of,
-    parameter,
-    rematerialised,
-)
-from dlm_jax.model.lora import GROUP, applied, stacks, with_adapters
+from dlm_jax.model.layers import Linear, declared, embed, kv_shape, norm_of, parameter
+from dlm_jax.model.lora import GROUP, applied, stacks_of, with_adapters
 from dlm_jax.model.ops import KeyValue, by_group
 from dlm_jax.randomness import key_of
 from dlm_jax.types import Axes, Network, Params
@@ -46,16 +37,15 @@ Angles = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Trunk:
-    """The functions of a `Network` that do not depend on the order of the layers.
-
-    Subclasses define `make` for their stacks of blocks.
-    """
+    """The functions of a `Network` that architectures share. Subclasses define `block`."""
 
     config: ModelConfig
 
     def make(self, name: str, rngs: nnx.Rngs) -> nnx.Module:
         """The module of the top-level parameters `name`; for a stack of layers, one block."""
         config = self.config
+        if name.endswith("blocks"):
+            return self.block(name, rngs)
         if name == "norm":
             return norm_of(config)
         if name == "head":
@@ -64,13 +54,17 @@ class Trunk:
         head, linear = HEADS[name.removesuffix("_head")], functools.partial(Linear, rngs=rngs)
         return nnx.Dict(head.layers(config, linear, functools.partial(norm_of, config)))
 
+    def block(self, name: str, rngs: nnx.Rngs) -> nnx.Module:
+        """A block of the stack `name`."""
+        raise NotImplementedError
+
     def module(self, name: str, params: Params) -> Any:
         """The module `name` with these parameters."""
         return nnx.merge(_graph(self, name), params)
 
     def init(self, key: jax.Array) -> Params:
         """New parameters; those of a stack have a leading axis of layers."""
-        model = _Parameters(self, nnx.Rngs(params=key))
+        model = _parameters(self, nnx.Rngs(params=key))
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         return with_adapters(key, params, declared(model), self.config)
 
@@ -79,10 +73,6 @@ class Trunk:
         adapters = jax.tree.map(lambda _: Axes(), params.get(GROUP))
         known = {**_axes(self), GROUP: adapters}
         return {name: tree for name, tree in known.items() if name in params}
-
-    def layers(self, params: Params) -> list[Layers]:
-        """The stacks of layers, in order, with their adapters."""
-        return [Layers(self, name, tree) for name, tree in stacks(params).items()]
 
     def embed(self, params: Params, ids: jax.Array) -> jax.Array:
         """The input vectors of the first block, in the compute dtype."""
@@ -136,7 +126,12 @@ class Trunk:
     @property
     def is_unrolled(self) -> bool:
         """Whether the layers are unrolled in the functions with a cache."""
-        return False
+        return self.config.attention_type != "canvas" and ops.unrolls_cache(self.config.depth)
+
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of layers, each of some layers of every stack."""
+        return len(self.config.layers["full_blocks"]) or 1
 
     def init_cache(self, params: Params, num_rows: int, num_positions: int) -> Any:
         """`CachedTrunk.init`."""
@@ -153,19 +148,71 @@ class Trunk:
     def store(self, cache: Any, piece: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
         """`CachedTrunk.store`."""
         axis, unit = (2, self.config.size_of_head) if self.is_unrolled else (3, 1)
-        return jax.tree.map(ops.write_rows(axis, row_N, place_N * unit), cache, piece)
+        write = functools.partial(ops.write_rows, axis=axis, row_N=row_N, place_N=place_N * unit)
+        return jax.tree.map(write, cache, piece)
 
     def ready(self, params: Params) -> Params:
         """`CachedTrunk.ready`: the parameters of each layer, if the layers are unrolled."""
         if not self.is_unrolled or "layers" in params:
             return params
-        layers = tuple(one for layers in self.layers(params) for one in layers.apart())
+        layers = tuple(one for stack in stacks_of(params).values() for one in ops.slices(stack))
         if not all(map(is_concrete, jax.tree.leaves(layers))):
             # The barrier ensures that the layers are sliced once, not at every step.
             layers = jax.lax.optimization_barrier(layers)
         return params | {"layers": layers}
 
+    def run_block(self, name: str, one: Params, *given: Any) -> jax.Array:
+        """The output of a block of the stack `name` with the parameters of one layer."""
+        y_BLD: jax.Array = self.module(name, applied(one, self.config))(*given)
+        return y_BLD
+
     def run_layers(
+        self,
+        params: Params,
+        x: jax.Array,
+        angles: Mapping[str, Angles],
+        attend: Callable[..., jax.Array],
+        rows: Any,
+        *context: Any,
+    ) -> jax.Array:
+        """The hidden vectors after all layers, in one loop, rematerialised by ``model.remat``.
+
+        ``attend(name, q, k, v, rows)`` is the attention of a layer of the stack `name`; it must not
+        close over traced arrays. Blocks also get `context`.
+
+        The input of each block is always saved. ``none`` saves everything, and ``block`` nothing
+        else, at the cost of a second forward pass. Names joined by ``+`` (see
+        `dlm_jax.config.NAMED`) save the values with these names.
+        """
+        remat, policies = self.config.remat, jax.checkpoint_policies
+        policy = policies.nothing_saveable
+        if remat != "block":
+            policy = policies.save_only_these_names(*remat.split("+"))
+        stacks, num_groups = stacks_of(params), self.num_groups
+        names = list(stacks)
+
+        def run_group(x: jax.Array, stacks: dict[str, Params], given: Any) -> jax.Array:
+            for name in names:
+
+                def layer(x: jax.Array, one: Params, given: Any, name: str = name) -> jax.Array:
+                    rows, context, angles = given
+
+                    def attend_here(*qkv: jax.Array) -> jax.Array:
+                        return attend(name, *qkv, rows)
+
+                    return self.run_block(name, one, x, angles[name], attend_here, *context)
+
+                if remat != "none":
+                    layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
+                x = ops.scan_layers(layer, x, stacks[name], given)
+            return x
+
+        given = rows, context, angles
+        if num_groups == 1:
+            return run_group(x, stacks, given)
+        return ops.scan_layers(run_group, x, in_groups(stacks, num_groups), given)
+
+    def run_cached(
         self,
         params: Params,
         x: jax.Array,
@@ -181,62 +228,59 @@ class Trunk:
         and None, or of all layers of the stack and the index of this one. Blocks also get
         `context`.
         """
-        stacks, num_groups = self.layers(params), len(self.config.layers["full_blocks"]) or 1
+        stacks, num_groups = stacks_of(params), self.num_groups
+        names = list(stacks)
 
-        def run(layers: Layers, x: jax.Array, one: Params, old: Any) -> tuple[jax.Array, KeyValue]:
-            new: list[Any] = []
+        def run(name: str, x: jax.Array, one: Params, old: Any) -> tuple[jax.Array, KeyValue]:
+            new: list[jax.Array] = []
 
             def attend_here(*qkv: jax.Array) -> jax.Array:
-                y, *pair = attend(layers.name, old, *qkv)
-                pair = [by_group(leaf) for leaf in pair]
-                if self.is_unrolled:
-                    pair = [leaf.reshape(*leaf.shape[:2], -1) for leaf in pair]
-                new.append(tuple(pair))
+                y, *pair = attend(name, old, *qkv)
+                new.extend(map(by_group, pair))
                 return y
 
-            return layers.block(one)(x, angles[layers.name], attend_here, *context), new[0]
+            x = self.run_block(name, one, x, angles[name], attend_here, *context)
+            if self.is_unrolled:
+                new = [leaf.reshape(*leaf.shape[:2], -1) for leaf in new]
+            return x, (new[0], new[1])
 
         if self.is_unrolled:
             flat, pieces = self.ready(params)["layers"], []
-            for layers in stacks:
+            for name in names:
                 # The layers of a stack share one trace. The compiler inlines its calls.
-                traced = jax.jit(functools.partial(run, layers))
-                for _ in range(len(layers)):
+                traced = jax.jit(functools.partial(run, name))
+                for _ in self.config.layers[name]:
                     old = None if cache is None else (*cache[len(pieces)], None)
                     x, piece = traced(x, flat[len(pieces)], old)
                     pieces.append(piece)
             return self.norm(params, x), tuple(pieces)
 
         def run_group(x: jax.Array, given: Any) -> tuple[jax.Array, Any]:
-            parts, number = given
-            pieces = []
-            for at, layers in enumerate(stacks):
+            (stacks, number), pieces = given, []
+            for at, name in enumerate(names):
 
-                def one(x: jax.Array, given: Any, at: int = at) -> tuple[jax.Array, KeyValue]:
-                    params, index = given
-                    return run(
-                        stacks[at], x, params, None if cache is None else (*cache[at], index)
-                    )
+                def layer(x: jax.Array, given: Any, at: int = at, name: str = name) -> Any:
+                    one, index = given
+                    return run(name, x, one, None if cache is None else (*cache[at], index))
 
-                numbers = jnp.arange(len(layers) // num_groups)
+                numbers = jnp.arange(len(self.config.layers[name]) // num_groups)
                 numbers += number * numbers.size
-                x, piece = jax.lax.scan(one, x, (parts[at], numbers))
+                x, piece = jax.lax.scan(layer, x, (stacks[name], numbers))
                 pieces.append(piece)
             return x, tuple(pieces)
 
         with jax.named_scope("layers"):
-            parts = [layers.params for layers in stacks]
             if num_groups == 1:
-                x, pieces = run_group(x, (parts, 0))
+                x, pieces = run_group(x, (stacks, 0))
             else:
-                parts = in_groups(parts, num_groups)
-                x, pieces = jax.lax.scan(run_group, x, (parts, jnp.arange(num_groups)))
+                groups = in_groups(stacks, num_groups), jnp.arange(num_groups)
+                x, pieces = jax.lax.scan(run_group, x, groups)
                 pieces = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), pieces)
         pieces = jax.tree.map(lambda leaf: ops.as_it_lies(jnp.moveaxis(leaf, 0, 1)), pieces)
         return self.norm(params, x), pieces
 
     def attend_beside(self, row_N: jax.Array | None, seen: Mapping[str, Any]) -> Callable[..., Any]:
-        """`run_layers`' ``attend`` of a window beside the rows `row_N` of a cache.
+        """`run_cached`'s ``attend`` of a window beside the rows `row_N` of a cache.
 
         `seen` has the biases of `seen_keys` for each stack of layers.
         """
@@ -252,79 +296,26 @@ class Trunk:
         return attend
 
 
-@dataclass(frozen=True)
-class Layers:
-    """A stack of layers. Their parameters have a leading axis, and include the adapters."""
-
-    trunk: Trunk
-    name: str
-    params: Params
-
-    def __len__(self) -> int:
-        return jax.tree.leaves(self.params)[0].shape[0]
-
-    def block(self, params: Params) -> Any:
-        """The block with the parameters of one layer."""
-        return self.trunk.module(self.name, applied(params, self.trunk.config))
-
-    def scan(self, run: Callable[..., jax.Array], x: jax.Array, *context: Any) -> jax.Array:
-        """``for block in blocks: x = run(block, x, *context)`` in one loop, rematerialised by
-        ``model.remat``. `run` must not close over traced arrays.
-        """
-
-        def layer(x: jax.Array, params: Params, context: Any) -> jax.Array:
-            return run(self.block(params), x, *context)
-
-        layer = rematerialised(layer, self.trunk.config)
-        return ops.scan_layers(layer, x, self.params, context)
-
-    def apart(self) -> list[Params]:
-        """The parameters of each layer.
-
-        Arrays on one CPU device are not copied: the layers are views of their memory.
-        """
-
-        def slices(leaf: jax.Array) -> list[jax.Array]:
-            if not is_on_one_cpu(leaf):
-                return [leaf[at] for at in range(len(self))]
-            stacked, place = np.asarray(leaf), leaf.sharding if leaf.committed else None
-            return [jax.device_put(one, place) for one in stacked]
-
-        leaves, tree = jax.tree.flatten(self.params)
-        return [jax.tree.unflatten(tree, layer) for layer in zip(*map(slices, leaves), strict=True)]
-
-
-def in_groups(parts: Any, num_groups: int) -> Any:
+def in_groups(stacks: Any, num_groups: int) -> Any:
     """The parameters of stacks, with the groups of layers as a further first axis."""
-    return jax.tree.map(lambda x: x.reshape(num_groups, -1, *x.shape[1:]), parts)
+    return jax.tree.map(lambda x: x.reshape(num_groups, -1, *x.shape[1:]), stacks)
 
 
-class _Parameters(nnx.Module):
+def _parameters(trunk: Trunk, rngs: nnx.Rngs) -> nnx.Dict:
     """All parameters of a model."""
-
-    def __init__(self, trunk: Trunk, rngs: nnx.Rngs):
-        config = trunk.config
-        table = jax.random.normal(rngs.params(), (config.vocab_size, config.width), jnp.float32)
-        self.embedding = parameter(table * 0.02, "vocab", "embed")
-        for name, layers in config.layers.items():
-            setattr(self, name, _stacked(trunk, name, len(layers), rngs) if layers else None)
-        names = ["norm"] + ["head"] * (not config.tied_head)
-        names += ["self_conditioning"] * config.self_conditioning
-        # Heads are initialised last, so that the other parameters do not depend on them.
-        names += [f"{name}_head" for name in config.added_heads]
-        for name in names:
-            setattr(self, name, trunk.make(name, rngs))
-
-
-def _stacked(trunk: Trunk, name: str, depth: int, rngs: nnx.Rngs) -> nnx.Module:
-    """The blocks of a stack as one module whose parameters have a leading axis."""
-
-    @nnx.split_rngs(splits=depth)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def blocks(rngs: nnx.Rngs) -> nnx.Module:
-        return trunk.make(name, rngs)
-
-    return blocks(rngs)
+    config = trunk.config
+    table = jax.random.normal(rngs.params(), (config.vocab_size, config.width), jnp.float32)
+    made: dict[str, Any] = {"embedding": parameter(table * 0.02, "vocab", "embed")}
+    for name, layers in config.layers.items():
+        if layers:
+            # The blocks of a stack are one module whose parameters have a leading axis.
+            split = nnx.split_rngs(splits=len(layers))
+            made[name] = split(nnx.vmap(functools.partial(trunk.make, name)))(rngs)
+    names = ["norm"] + ["head"] * (not config.tied_head)
+    names += ["self_conditioning"] * config.self_conditioning
+    # Heads are initialised last, so that the other parameters do not depend on them.
+    names += [f"{name}_head" for name in config.added_heads]
+    return nnx.Dict(made | {name: trunk.make(name, rngs) for name in names})
 
 
 @functools.lru_cache(maxsize=256)
@@ -336,4 +327,4 @@ def _graph(trunk: Trunk, name: str) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _axes(trunk: Trunk) -> Params:
-    return declared(nnx.eval_shape(lambda: _Parameters(trunk, nnx.Rngs(params=key_of(0)))))
+    return declared(nnx.eval_shape(lambda: _parameters(trunk, nnx.Rngs(params=key_of(0)))))

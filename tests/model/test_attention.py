@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dlm_jax import devices
@@ -68,13 +70,21 @@ def _formula(platform, most_queries=POSITIONS):
     return run
 
 
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Pallas interprets the kernels, which works on any device."""
+    call = pallas.pallas_call
+    form = lambda *given, **options: call(*given, **options | {"interpret": True})  # noqa: E731
+    monkeypatch.setattr(pallas, "pallas_call", form)
+
+
 def _forms():
     return {
         "cpu": _formula("cpu"),
         "plain": _formula("other"),
         "slices": _formula("cpu", 64),
-        "splash": lambda *a, **k: splash_attention(*a, **k, interpret=True),
-        "triton": lambda *a, **k: triton_attention(*a, **k, interpret=True),
+        "splash": splash_attention,
+        "triton": triton_attention,
     }
 
 
@@ -82,7 +92,7 @@ def _forms():
 @pytest.mark.parametrize("num_groups", [pytest.param(4, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(
-    is_packed, mask, num_groups, monkeypatch
+    is_packed, mask, num_groups, monkeypatch, interpreted
 ):
     if is_packed and mask == "blocks":
         pytest.skip("not supported")
@@ -113,6 +123,23 @@ def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(
     for name in gradients:
         for mine, theirs in zip(gradients[name], gradients["cpu"], strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("may_see", [None, causal])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_the_kernels_of_packed_rows_get_the_texts_of_the_formula(
+    platform, may_see, monkeypatch, interpreted
+):
+    length_BT = jnp.array([[100, 0, 90], [1, 255, 0]])
+    keys = jax.random.split(jax.random.key(1), 3)
+    qkv = [jax.random.normal(key, (2, 256, 2, SIZE), jnp.bfloat16) for key in keys]
+    given = *(x.astype(jnp.float32) for x in qkv), length_BT
+    expected = ops.attention(*given, may_see=may_see)
+    monkeypatch.setattr(ops, "platform", lambda: platform)
+    attend = functools.partial(ops.attention, may_see=may_see)
+    assert "pallas_call" in str(jax.make_jaxpr(attend)(*qkv, length_BT))
+    found = attend(*qkv, length_BT).astype(jnp.float32)
+    np.testing.assert_allclose(found, expected, rtol=3e-2, atol=3e-2)
 
 
 # Masks of rows of four tiles, the number of streams of keys, and the number of visible tiles.
@@ -204,7 +231,7 @@ WINDOWS = {
 @pytest.mark.parametrize("case", WINDOWS)
 @pytest.mark.parametrize("has_masks", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(
-    case, has_masks, platform, monkeypatch
+    case, has_masks, platform, monkeypatch, interpreted
 ):
     """Rows of the cache in another order, and biases of each query or of all."""
     # Tiles of TPUs are longer than these windows.
@@ -228,16 +255,8 @@ def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(
         seen = tuple(jnp.tile(bias, (1, 1, heads // groups, 1)) for bias in seen)
     row_N = jnp.array([2, 0])
     expected = ops.window_attention(q, leaves, own, seen, layer=jnp.array(1), row_B=row_N)
-    found = KERNELS[platform](
-        q,
-        leaves,
-        own,
-        seen,
-        row_N,
-        jnp.ones(rows, jnp.int32),
-        jnp.zeros(rows, jnp.int32),
-        interpret=True,
-    )
+    layer_N, group_N = jnp.ones(rows, jnp.int32), jnp.zeros(rows, jnp.int32)
+    found = KERNELS[platform](q, leaves, own, seen, row_N, layer_N, group_N)
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
 
 
@@ -249,7 +268,7 @@ def test_the_window_kernel_reads_a_layer_of_the_cache_as_the_formula_does(
      (64, False, {"data": 2, "tensor": 2, "context": 2})],
 )  # fmt: skip
 def test_the_rotary_kernel_and_its_gradients_are_those_of_the_formula(
-    positions, is_shared, mesh, has_norm, monkeypatch
+    positions, is_shared, mesh, has_norm, monkeypatch, interpreted
 ):
     """In tiles of positions, with angles of each row or of all, and on several devices.
 
@@ -270,7 +289,7 @@ def test_the_rotary_kernel_and_its_gradients_are_those_of_the_formula(
         return ops.rotate_heads(x, cos, sin, scale if has_norm else None, 1e-5)
 
     def kernel(x, cos, sin, scale):
-        return mosaic_rotary(x, scale, cos, sin, 1e-5 if has_norm else None, True)
+        return mosaic_rotary(x, scale, cos, sin, 1e-5 if has_norm else None)
 
     expected, shapes, compute = run(formula, x.astype(jnp.float32), *given[1:]), [], tpu._rotary
 
@@ -299,7 +318,9 @@ def test_the_rotary_kernel_and_its_gradients_are_those_of_the_formula(
 @pytest.mark.parametrize(
     "shape", [pytest.param({"data": 4}, marks=pytest.mark.slow), {"data": 2, "tensor": 2}]
 )
-def test_each_device_attends_beside_its_own_rows_of_the_cache(shape, platform, monkeypatch):
+def test_each_device_attends_beside_its_own_rows_of_the_cache(
+    shape, platform, monkeypatch, interpreted
+):
     """Fewer rows than the cache has, in bfloat16, with grouped heads."""
     rows, window, heads, groups, positions = 8, 32, 4, 2, 140
     keys = iter(jax.random.split(jax.random.key(0), 5))
@@ -316,11 +337,11 @@ def test_each_device_attends_beside_its_own_rows_of_the_cache(shape, platform, m
     expected = ops.window_attention(q, leaves, own, seen, layer=jnp.array(2), row_B=row_N)
     kernel, shapes = KERNELS[platform], []
 
-    def interpreted(q, *rest):
+    def noted(q, *rest):
         shapes.append(q.shape)
-        return kernel(q, *rest, interpret=True)
+        return kernel(q, *rest)
 
-    monkeypatch.setattr(f"{kernel.__module__}.{kernel.__name__}", interpreted)
+    monkeypatch.setattr(f"{kernel.__module__}.{kernel.__name__}", noted)
     monkeypatch.setattr(ops, "platform", lambda: platform)
     mesh = make_mesh(MeshConfig(**shape), jax.devices()[:4])
 

@@ -74,7 +74,7 @@ def test_the_first_factor_has_the_variance_of_its_inputs_and_the_second_is_zero(
 
 
 def test_only_the_factors_have_a_gradient():
-    block = lora.stacks(_params())["blocks"]
+    block = lora.stacks_of(_params())["blocks"]
 
     def total(block):
         return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(lora.applied(block, CONFIG)))

@@ -1,4 +1,7 @@
-"""Forms of some operations that are faster on XLA's CPU backend; `dlm_jax.model.ops` chooses."""
+"""Forms of some operations that are faster on XLA's CPU backend; `dlm_jax.model.ops` chooses.
+
+Each docstring gives the speed relative to the plain form, on two cores.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from dlm_jax.model.kernels.split import grouped, shared_bias, ungrouped
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 1024, 8192
 # Smaller tables fit into the cache, and more rows amortise the copy of the whole table.
-_LARGE_TABLE, _FEW_ROWS = 2**23, 256
+_LARGE_TABLE, _FEW_ROWS = 2**23, 64
 
 
 def block_of(x_ND: jax.Array, table_VD: jax.Array) -> int:
@@ -31,7 +34,10 @@ def block_of(x_ND: jax.Array, table_VD: jax.Array) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def linear_by_rows(x_ND: jax.Array, table_VD: jax.Array, size: int) -> jax.Array:
-    """``x @ table.T`` as a batch of products with blocks of the table, which are read in place."""
+    """``x @ table.T`` as a batch of products with blocks of the table, which are read in place.
+
+    50,304 ids of width 768: 9.9 times as fast for 8 rows, 2.5 for 64, and not faster for 128.
+    """
     table_CUD = table_VD.reshape(-1, size, table_VD.shape[1])
     x_CND = jnp.broadcast_to(x_ND, (table_CUD.shape[0], *x_ND.shape))
     y_CUN = lax.dot_general(table_CUD, x_CND, (((2,), (2,)), ((0,), (0,))))
@@ -94,7 +100,8 @@ def attention_where(
     Consecutive groups of heads share the ``G`` key/value heads. The first two axes of `is_seen_BNM`
     can have size 1. The output of a query without a visible key is finite. Scores and probabilities
     are float32; the result has the dtype of `q_BNHK`. The probabilities, float32 ``[B, H, N, M]``,
-    are saved for the backward pass.
+    are saved for the backward pass. With 8 rows of 256 positions, 1.5 times as fast as
+    `jax.nn.dot_product_attention`, with and without gradients.
     """
     y_BGNK = _attend(
         grouped(q_BNHK, k_BMGK.shape[2]),
@@ -145,7 +152,8 @@ def unrolled_scan(
 ) -> Any:
     """``x = layer(x, parameters, context)`` for each layer, unrolled if it is differentiated.
 
-    `layer` must not close over traced arrays.
+    `layer` must not close over traced arrays. A training step of 8 layers of width 64 is 1.24 times
+    as fast, of 12 layers of width 256 1.18 times, and of 6 layers as fast.
     """
     return _scan(layer, x, layers, context, unroll=1)
 

@@ -16,6 +16,9 @@ from dlm_jax.distributed.partitions import PLACES, ROWS, fitting
 HIDDEN = -1e30
 """The bias that hides a key."""
 
+SAVED = "attention"
+"""Name of the values that rematerialisation may save: attention outputs and kernel residuals."""
+
 
 def by_device(
     compute: Callable[..., jax.Array],
@@ -55,37 +58,32 @@ def window_by_device(
     q_BWHK: jax.Array,
     leaves_RDGLK: tuple[jax.Array, jax.Array],
     own_BGWK: tuple[jax.Array, jax.Array],
-    *rows: Any,
+    seen: tuple[jax.Array, jax.Array],
+    row_B: jax.Array,
+    layer_B: jax.Array,
 ) -> jax.Array:
-    """The attention ``compute(q, leaves, own, *rows, group_B)`` of a window beside a cache.
+    """The attention ``compute(q, leaves, own, seen, row_B, layer_B, group_B)`` of a window beside a
+    cache.
 
-    Each device computes its own rows and heads, and holds all heads of its rows of the cache; its
-    first group of heads is `group_B`. The first axis of each of `rows` indexes rows.
+    Each device computes its own rows and heads, and holds all heads of its rows of the cache. The
+    rows `row_B` are those of all devices, and `group_B` is the first group of heads of a device.
     """
-    num_rows, num_groups = own_BGWK[0].shape[:2]
-    mesh = mesh_in_use()
-    if mesh is None:
-        group_B = jnp.zeros(num_rows, jnp.int32)
-        return compute(q_BWHK, leaves_RDGLK, own_BGWK, *rows, group_B)
-    common = math.gcd(num_rows, leaves_RDGLK[0].shape[0])
-    rows_of, heads = fitting(P(ROWS, "tensor"), (common, num_groups), mesh)
 
-    def of_device(q: jax.Array, leaves: Any, own: Any, *rows: Any) -> jax.Array:
+    def of_device(q: jax.Array, leaves: Any, own: Any, seen: Any, row: Any, layer: Any) -> Any:
         group = 0 if heads is None else jax.lax.axis_index(heads) * own[0].shape[1]
-        return compute(q, leaves, own, *rows, jnp.full(q.shape[0], group, jnp.int32))
+        group_B = jnp.full(q.shape[0], group, jnp.int32)
+        row_B = (row % leaves[0].shape[0]).astype(jnp.int32)
+        return compute(q, leaves, own, seen, row_B, layer, group_B)
 
-    split = jax.shard_map(
-        of_device,
-        in_specs=(
-            P(rows_of, None, heads),
-            P(rows_of),
-            P(rows_of, heads),
-            *[P(rows_of)] * len(rows),
-        ),
-        out_specs=P(rows_of, None, heads),
-        check_vma=False,
-    )
-    return split(q_BWHK, leaves_RDGLK, own_BGWK, *rows)
+    given = q_BWHK, leaves_RDGLK, own_BGWK, seen, row_B, layer_B
+    heads, mesh = None, mesh_in_use()
+    if mesh is None:
+        return of_device(*given)
+    common = math.gcd(q_BWHK.shape[0], leaves_RDGLK[0].shape[0])
+    rows, heads = fitting(P(ROWS, "tensor"), (common, own_BGWK[0].shape[1]), mesh)
+    of_heads, of_rows = P(rows, None, heads), P(rows)
+    specs = of_heads, of_rows, P(rows, heads), of_rows, of_rows, of_rows
+    return jax.shard_map(of_device, in_specs=specs, out_specs=of_heads, check_vma=False)(*given)
 
 
 def heads_by_device(

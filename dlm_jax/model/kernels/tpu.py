@@ -22,7 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from dlm_jax import devices
-from dlm_jax.model.kernels.split import HIDDEN, by_device, heads_by_device, padded
+from dlm_jax.model.kernels.split import HIDDEN, SAVED, by_device, heads_by_device, padded
 
 _LANES = 128
 # Rows of a tile in half precision.
@@ -55,15 +55,11 @@ def splash_attention(
     text_BL: jax.Array | None = None,
     *,
     may_see: Callable[[Any, Any], Any] | None = None,
-    saved: str | None = None,
-    interpret: bool = False,
 ) -> jax.Array:
     """Computes `dlm_jax.model.ops.attention`; each device computes its own rows and heads.
 
     Pallas's splash kernel never writes the scores to main memory. Scores and sums are float32.
-    Queries and keys are padded to multiples of 128. Rematerialisation may save the residuals under
-    the name `saved`. With `interpret`, for tests, Pallas interprets the kernel, which works on any
-    device.
+    Queries and keys are padded to multiples of 128.
     """
 
     def compute(q: jax.Array, k: jax.Array, v: jax.Array, text: Any, own: Any) -> jax.Array:
@@ -88,8 +84,7 @@ def splash_attention(
             ),
             head_shards=1,
             q_seq_shards=1,
-            residual_checkpoint_name=saved,
-            interpret=interpret,
+            residual_checkpoint_name=SAVED,
         )
         # The kernel does not scale the scores, so the queries are scaled, in float32.
         q = (q.astype(jnp.float32) * head_size**-0.5).astype(q.dtype)
@@ -153,8 +148,6 @@ def mosaic_window(
     row_B: jax.Array,
     layer_B: jax.Array,
     group_B: jax.Array,
-    *,
-    interpret: bool = False,
 ) -> jax.Array:
     """Computes `dlm_jax.model.kernels.triton.triton_window`, for any number of cached positions.
 
@@ -210,7 +203,6 @@ def mosaic_window(
         cost_estimate=pl.CostEstimate(
             flops=4 * pairs * size, transcendentals=pairs, bytes_accessed=read + moved
         ),
-        interpret=interpret,
         name="window_attention",
     )(row_B, layer_B, group_B, q, *kept_RDGLK, k, v, of_kept, of_own)
     return y[:, :num_queries].reshape(q_BWHK.shape)
@@ -319,14 +311,13 @@ def _tile(number: int, most: int, unit: int) -> int:
     return pl.cdiv(pl.cdiv(number, count), unit) * unit
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def mosaic_rotary(
     x_BLHK: jax.Array,
     scale_K: jax.Array,
     cos_BLK: jax.Array,
     sin_BLK: jax.Array,
     epsilon: float | None,
-    interpret: bool = False,
 ) -> jax.Array:
     """Computes `dlm_jax.model.ops.rotate_heads`; each device rotates its own positions and heads.
 
@@ -334,17 +325,17 @@ def mosaic_rotary(
     multiple of 128, the angles have the shape ``[1 or B, L, K / 2]`` and no gradient, and an
     `epsilon` of None omits the norm.
     """
-    compute = functools.partial(_rotary, epsilon=epsilon, interpret=interpret)
+    compute = functools.partial(_rotary, epsilon=epsilon)
     return heads_by_device(compute, x_BLHK, scale_K, cos_BLK, sin_BLK)
 
 
-def _rotary_forward(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon, interpret):
+def _rotary_forward(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon):
     given = x_BLHK, scale_K, cos_BLK, sin_BLK
-    return mosaic_rotary(*given, epsilon, interpret), given
+    return mosaic_rotary(*given, epsilon), given
 
 
-def _rotary_backward(epsilon, interpret, given, g_BLHK):
-    compute = functools.partial(_rotary, epsilon=epsilon, interpret=interpret)
+def _rotary_backward(epsilon, given, g_BLHK):
+    compute = functools.partial(_rotary, epsilon=epsilon)
     g_x_BLD, terms_BTHK = heads_by_device(compute, *given, g_BLHK)
     g_scale_K = jnp.sum(terms_BTHK, axis=(0, 1, 2)).astype(given[1].dtype)
     return g_x_BLD.reshape(g_BLHK.shape), g_scale_K, *map(jnp.zeros_like, given[2:])
@@ -360,7 +351,6 @@ def _rotary(
     sin_BLK: jax.Array,
     *g_BLHK: jax.Array,
     epsilon: float | None,
-    interpret: bool,
 ) -> Any:
     """The rotated heads, each stored apart, or with their gradient the gradient by `x_BLD`, and the
     terms ``[B, T, H, K]`` of that by `scale_K`. One step computes a tile of positions of all heads.
@@ -403,7 +393,6 @@ def _rotary(
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=sum(x.nbytes for x in (*given, x_BLD))
         ),
-        interpret=interpret,
         name="rotary_gradients" if g_BLHK else "rotary",
     )(*given)
     return y if g_BLHK else y[0].swapaxes(1, 2)

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from dlm_jax.model.kernels.split import HIDDEN, by_device, grouped, padded, ungrouped
+from dlm_jax.model.kernels.split import HIDDEN, SAVED, by_device, grouped, padded, ungrouped
 
 TILE = 64
 """Number of queries and of keys in a tile."""
@@ -37,19 +37,16 @@ def triton_attention(
     text_BL: jax.Array | None = None,
     *,
     may_see: MaySee,
-    saved: str | None = None,
-    interpret: bool = False,
 ) -> jax.Array:
     """Computes `dlm_jax.model.ops.attention`; each device computes its own rows and heads.
 
-    Scores and sums are float32. Queries and keys are padded to multiples of `TILE`. `saved` and
-    `interpret` are as in `dlm_jax.model.kernels.tpu.splash_attention`.
+    Scores and sums are float32. Queries and keys are padded to multiples of `TILE`.
     """
 
     def of_rows(*given: Any) -> jax.Array:
         parts: list[Any] = [x if x is None else padded(x, 1, TILE) for x in given]
         q, k, v, text, own = parts
-        y: jax.Array = _attend(q, k, v, text.astype(jnp.int32), own, may_see, saved, interpret)
+        y: jax.Array = _attend(q, k, v, text.astype(jnp.int32), own, may_see)
         return y[:, : given[0].shape[1]]
 
     return by_device(of_rows, q_BLHK, k_BMGK, v_BMGK, text_BM, text_BL)
@@ -66,25 +63,23 @@ def visible_tiles(num_queries: int, num_keys: int, may_see: MaySee) -> np.ndarra
     return np.stack(rows)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attend(q, k, v, text, own, may_see, saved, interpret):
-    return _attend_forward(q, k, v, text, own, may_see, saved, interpret)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q, k, v, text, own, may_see):
+    return _attend_forward(q, k, v, text, own, may_see)[0]
 
 
-def _attend_forward(q, k, v, text, own, may_see, saved, interpret):
+def _attend_forward(q, k, v, text, own, may_see):
     num_rows, num_queries, num_heads, _ = q.shape
     shared = num_heads // k.shape[2]
     lse = jax.ShapeDtypeStruct((num_rows, num_heads, num_queries), jnp.float32)
     tiles = _listed(visible_tiles(num_queries, k.shape[1], may_see))
     given = *tiles, _tile(q), _whole(k, shared), _whole(v, shared), _row(text), _row(own, TILE)
-    y, lse = _call(_forward_kernel, may_see, interpret, given, (_tile(q), _numbers(lse)))
-    if saved is not None:
-        y, lse = checkpoint_name(y, saved), checkpoint_name(lse, saved)
+    y, lse = _call(_forward_kernel, may_see, given, (_tile(q), _numbers(lse)))
+    y, lse = checkpoint_name(y, SAVED), checkpoint_name(lse, SAVED)
     return y, (q, k, v, text, own, y, lse)
 
 
-def _attend_backward(may_see, saved, interpret, residuals, g):
-    del saved
+def _attend_backward(may_see, residuals, g):
     q, k, v, text, own, y, lse = residuals
     num_heads, shared, length = q.shape[2], q.shape[2] // k.shape[2], q.shape[1]
     # The mean of the gradients of a query's scores.
@@ -92,13 +87,13 @@ def _attend_backward(may_see, saved, interpret, residuals, g):
     is_visible = visible_tiles(length, k.shape[1], may_see)
     given = *_listed(is_visible), _tile(q), _whole(k, shared), _whole(v, shared)
     given = *given, _row(text), _row(own, TILE), _tile(g), _numbers(lse), _numbers(mean)
-    (g_q,) = _call(_queries_kernel, may_see, interpret, given, (_tile(q),))
+    (g_q,) = _call(_queries_kernel, may_see, given, (_tile(q),))
     of_heads = (*k.shape[:2], num_heads, k.shape[3])
     per_head = jax.ShapeDtypeStruct(of_heads, jnp.float32 if shared > 1 else k.dtype)
     given = *_listed(is_visible.T), _whole(q), _tile(k, shared), _tile(v, shared)
     given = *given, _row(text, TILE), _row(own), _whole(g)
     given = *given, _numbers(lse, length), _numbers(mean, length)
-    g_k, g_v = _call(_keys_kernel, may_see, interpret, given, (_tile(per_head), _tile(per_head)))
+    g_k, g_v = _call(_keys_kernel, may_see, given, (_tile(per_head), _tile(per_head)))
     if shared > 1:
         g_k, g_v = (x.reshape(*k.shape[:3], shared, -1).sum(axis=3) for x in (g_k, g_v))
     return g_q, g_k.astype(k.dtype), g_v.astype(v.dtype), None, None
@@ -111,11 +106,7 @@ Operand = tuple[pl.BlockSpec | None, Any]
 
 
 def _call(
-    kernel: Any,
-    may_see: MaySee,
-    interpret: bool,
-    given: Sequence[Operand],
-    outputs: Sequence[Operand],
+    kernel: Any, may_see: MaySee, given: Sequence[Operand], outputs: Sequence[Operand]
 ) -> Any:
     """The kernel on a grid of the tiles, rows and heads of its first output, ``[B, L, H, K]``."""
     num_rows, num_positions, num_heads, _ = outputs[0][1].shape
@@ -126,7 +117,6 @@ def _call(
         out_specs=[spec for spec, _ in outputs],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in outputs],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
         name="masked_attention" + kernel.__name__.removesuffix("_kernel"),
     )(*(x for _, x in given))
 
@@ -299,8 +289,6 @@ def triton_window(
     row_B: jax.Array,
     layer_B: jax.Array,
     group_B: jax.Array,
-    *,
-    interpret: bool = False,
 ) -> jax.Array:
     """Attention output ``[B, W, H, K]`` of a window over cached and new keys and values.
 
@@ -316,7 +304,6 @@ def triton_window(
       row_B: row of the cache.
       layer_B: layer of the cache, the same for all rows.
       group_B: first group of heads in the cache, the same for all rows.
-      interpret: as in `triton_attention`.
     """
     q_BGNK = grouped(q_BWHK, own_BGWK[0].shape[1]).astype(own_BGWK[0].dtype)
     num_rows, num_groups, num_queries, size = q_BGNK.shape
@@ -343,7 +330,6 @@ def triton_window(
         out_specs=tile,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-        interpret=interpret,
         name="window_attention",
     )(row_B, layer_B, group_B, q, *kept_RDGLK, k, v, of_kept, of_own)
     return ungrouped(y[:, :, :num_queries], q_BWHK)
