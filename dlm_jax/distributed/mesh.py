@@ -59,7 +59,9 @@ rates.
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Axes of a mesh, from the outermost (least communication) to the innermost."""
 
-_ROWS = 3
+ROWS = ("data", "fsdp", "expert")
+"""Axes that split the rows of a batch."""
+
 # Axes that every mesh has, because other code refers to these axes.
 _ALWAYS = ("data", "fsdp", "tensor")
 
@@ -83,10 +85,6 @@ def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[
     return {axis: size for axis, size in sizes.items() if size > 1 or axis in _ALWAYS}
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def fsdp_for(state_bytes: float, device_bytes: float, num_devices: int) -> int:
     """The default number of devices across which parameters and optimiser state are split.
 
@@ -96,8 +94,8 @@ def fsdp_for(state_bytes: float, device_bytes: float, num_devices: int) -> int:
     """
     if device_bytes <= 0:
         return 1
-    fitting = [n for n in _divisors(num_devices) if state_bytes / n <= device_bytes / 4]
-    return fitting[0] if fitting else num_devices
+    divisors = (n for n in range(1, num_devices + 1) if num_devices % n == 0)
+    return next((n for n in divisors if state_bytes / n <= device_bytes / 4), num_devices)
 
 
 def arranged(devices: Sequence[Any], shape: dict[str, int]) -> np.ndarray:
@@ -111,17 +109,7 @@ def arranged(devices: Sequence[Any], shape: dict[str, int]) -> np.ndarray:
     for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
         slices[getattr(device, "slice_index", 0) or 0].append(device)
     sizes = [shape["data"] // len(slices), *list(shape.values())[1:]]
-    num_rows = math.prod(
-        size for axis, size in zip(shape, sizes, strict=True) if axis in AXES[:_ROWS]
-    )
-
-    def feeds_in_order(mesh: np.ndarray) -> bool:
-        """Returns whether the rows of every process are consecutive."""
-        held: dict[int, set[int]] = defaultdict(set)
-        for place, group in enumerate(mesh.reshape(num_rows, -1)):
-            for device in group:
-                held[device.process_index].add(place)
-        return all(max(places) - min(places) + 1 == len(places) for places in held.values())
+    num_rows = math.prod(size for axis, size in zip(shape, sizes, strict=True) if axis in ROWS)
 
     def in_slice(devices: list[Any]) -> np.ndarray:
         by_process = np.asarray(devices, dtype=object).reshape(sizes)
@@ -133,7 +121,11 @@ def arranged(devices: Sequence[Any], shape: dict[str, int]) -> np.ndarray:
             )
         except (NotImplementedError, ValueError, AssertionError):
             return by_process
-        return on_torus if feeds_in_order(on_torus) else by_process
+        rows_of: dict[int, set[int]] = defaultdict(set)
+        for (row, _), device in np.ndenumerate(on_torus.reshape(num_rows, -1)):
+            rows_of[device.process_index].add(row)
+        is_in_order = all(max(rows) - min(rows) + 1 == len(rows) for rows in rows_of.values())
+        return on_torus if is_in_order else by_process
 
     return np.concatenate([in_slice(slices[number]) for number in sorted(slices)], axis=0)
 

@@ -23,12 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import MeshConfig
 from dlm_jax.devices import mesh_in_use
-from dlm_jax.distributed.mesh import arranged, shape_of
+from dlm_jax.distributed.mesh import ROWS, arranged, shape_of
 from dlm_jax.randomness import key_of
 from dlm_jax.types import LAYERS, Axes, Network, Params
-
-ROWS = ("data", "fsdp", "expert")
-"""Axes that split the rows of a batch."""
 
 PLACES: dict[str, P] = {
     # [B, L, D]: hidden vectors, residual updates, and their gradients.
@@ -52,12 +49,10 @@ PLACES: dict[str, P] = {
 def fitting(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     """`spec` without mesh axes that are missing or whose size does not divide the dimension."""
 
-    def fit(axes: Any, size: int) -> Any:
+    def fit(axes: Any, size: int) -> tuple[str, ...]:
         names = (axes,) if isinstance(axes, str) else tuple(axes or ())
         names = tuple(name for name in names if mesh.shape.get(name, 1) > 1)
-        if not names or size % math.prod(mesh.shape[name] for name in names):
-            return None
-        return names[0] if len(names) == 1 else names
+        return () if size % math.prod(mesh.shape[name] for name in names) else names
 
     return P(*(fit(axes, size) for axes, size in zip(spec, shape, strict=False)))
 
@@ -102,7 +97,12 @@ def on_own_share(
     if mesh is None:
         return compute(params, *arrays)
     lead: tuple[int, ...] = min((tuple(x.shape) for x in arrays), key=len)
-    spec = with_trivial(fitting(PLACES[kind], lead, mesh), mesh)
+    first, *rest = fitting(PLACES[kind], lead, mesh)
+    # Without the axes of size one, gradients would be summed over them. Such sums move no data but
+    # prevent fusion.
+    trivial = tuple(name for name, size in mesh.shape.items() if size == 1)
+    named = (first,) if isinstance(first, str) else tuple(first or ())
+    spec = P((*named, *trivial), *rest)
     leaves, structure = jax.tree.flatten(params)
 
     def flat(leaves: list[jax.Array], *own: jax.Array) -> jax.Array:
@@ -120,17 +120,6 @@ def on_own_share(
         of_share, in_specs=(P(), *[spec] * len(arrays)), out_specs=spec, check_vma=False
     )
     return split([leaves[place] for place in read], *arrays)
-
-
-def with_trivial(spec: P, mesh: Mesh | AbstractMesh) -> P:
-    """`spec` with all mesh axes of size one added.
-
-    Gradients would otherwise be summed over these axes. Such sums move no data but prevent fusion.
-    """
-    first = spec[0] if spec else None
-    named = (first,) if isinstance(first, str) else tuple(first or ())
-    trivial = tuple(name for name, size in mesh.shape.items() if size == 1)
-    return P((*named, *trivial) or None, *spec[1:])
 
 
 AXIS_RULES = {
