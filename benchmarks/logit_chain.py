@@ -2,11 +2,12 @@
 
     python -m benchmarks pods logits [--topology v5e:2x2] [--only NAME ...]
 
-512 positions of 32768 logits pass through each transform or all, and a draw, on one chip, with the
-kernel of searches and without it. The trunk has 12 layers of width 1024 in bfloat16, for 4 rows of
-1024. No TPU is required. Times are estimates (`dlm_jax.contrib.pod_costs`, mode ``cycles``): the
-more expensive of two branches counts, and a search takes `TURNS` passes. The cycles of kernels come
-from their schedules, without the rare branch for ties. ``top_k`` and gathers count as free.
+512 positions of 32768 logits pass through each transform or all, and a draw, on one chip, with
+the kernel of transforms and without it. The trunk has 12 layers of width 1024 in bfloat16, for 4
+rows of 1024. No TPU is required. Times are estimates (`dlm_jax.contrib.pod_costs`, mode
+``cycles``): the more expensive of two branches counts, and a search takes `TURNS` passes. The
+cycles of kernels come from their schedules, without the rare branch for ties. ``top_k`` and gathers
+count as free.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ ON: dict[str, dict[str, Any]] = {
     "xtc": {"xtc_probability": 0.5},
     "mirostat": {"mirostat": 1},
 }
+LOOPS = {
+    "top_nsigma": (0, 0),
+    "top_k": (TURNS, 0),
+    "typical_p": (TURNS, 0),
+    "top_p": (TURNS, 0),
+    "min_p": (0, 0),
+    "max_surprise": (0, 0),
+}
+"""How often the nested loops of a transform run, by its class, in the order of a kernel."""
 TRUNK = {"depth": 12, "width": 1024, "heads": 16, "compute_dtype": "bfloat16"}
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -77,23 +87,34 @@ def compiled(program: Program, device: Any) -> str:
     return jax.jit(traced).lower(*shapes).compile().as_text() or ""
 
 
-def cycles(schedule: str) -> int:
-    """Cycles of a search: bundles of its loops over blocks to load values, over passes and over
-    halves of ids, of which the last usually does not run.
+def cycles(name: str, schedule: str) -> int:
+    """Cycles of a kernel, whose loops are over blocks, or over passes or halves of ids and then
+    over blocks. Loops over halves usually do not run, nor do the searches of other transforms.
     """
     lines = re.findall(r"^\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*(>*)", schedule, re.MULTILINE)
     blocks = -(-VOCAB // (resident.WIDTH * resident.blocks_at_once(VOCAB)))
-    total, num_loops = 0, 0
+    times = [x for one, of_one in LOOPS.items() if one in name for x in of_one]
+    outside, loops = 0, []
     for mark, depth in lines:
-        num_loops += mark == "LB" and len(depth) == 2
-        outer = 1 if len(depth) < 2 else (blocks, TURNS, 0)[num_loops - 1]
-        total += outer * (blocks if len(depth) > 2 else 1)
+        if mark == "LB" and len(depth) == 2:
+            loops.append([0, 0])
+        if len(depth) < 2:
+            outside += 1
+        else:
+            loops[-1][len(depth) > 2] += 1
+    nested = [loop for loop in loops if loop[1]]
+    assert len(nested) == len(times), f"{name} has {len(nested)} nested loops, not {len(times)}"
+    total = outside + sum(blocks * bundles for bundles, inner in loops if not inner)
+    total += sum(
+        turns * (outer + blocks * inner)
+        for turns, (outer, inner) in zip(times, nested, strict=True)
+    )
     return total * POSITIONS // resident.POSITIONS
 
 
 def seconds_of(text: str, chip: Chip, schedules: dict[str, str]) -> float:
     """Estimated seconds of a program, given the schedules of its kernels."""
-    kernels = {key.split(".")[0]: cycles(x) / chip.clock for key, x in schedules.items()}
+    kernels = {key: cycles(key, x) / chip.clock for key, x in schedules.items()}
     torus, repeats = Torus(chip, ((0, 0),), (1, 1)), {truncate.PASSES: TURNS}
     return cost(text, torus, "cycles", repeats=repeats, kernels=kernels).seconds
 
@@ -109,7 +130,7 @@ def run(args: argparse.Namespace) -> None:
     print("| program | ms | of the trunk | ms without the kernel | of the trunk |")
     print("| --- | --- | --- | --- | --- |")
     ways, trunk = (resident.runs_here, lambda num_logits: False), 0.0
-    with bundles.written(r"search_\d_\d") as schedules:
+    with bundles.written(r"transforms_\w+") as schedules:
         device = topology_devices(args.topology)[0]
         for name in args.only or programs:
             cells = []

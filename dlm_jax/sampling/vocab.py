@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -45,13 +46,41 @@ def width_of(vocab_size: int) -> int:
     return next((c for c in _WIDTHS if vocab_size % c == 0), _USUAL_WIDTH)
 
 
-_KINDS = {
+KINDS = {
     "sum": (jnp.add, jnp.sum, 0.0),
     "min": (jnp.minimum, jnp.min, jnp.inf),
     "max": (jnp.maximum, jnp.max, -jnp.inf),
 }
 Term = Callable[[Any, Array], Array]
 """An elementwise function of logits ``[N, C]`` and their ids ``[1, C]``."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Logits `[N, V]` in the memory of a kernel, with what functions of this module do to them:
+    `reduce`, `sums_of` (`store`, with terms of `reduce`), and `change`, in place.
+    """
+
+    shape: tuple[int, int]
+    reduce: Callable[..., tuple[Array, ...]]
+    store: Callable[..., Callable[..., tuple[Array, ...]]]
+    change: Callable[[Term], Resident]
+
+
+Logits = Array | Resident
+"""Logits of the functions that `Pointwise.change` may use."""
+
+
+def fixed(logits_NV: Any) -> Any:
+    """The logits without derivative."""
+    return logits_NV if isinstance(logits_NV, Resident) else jax.lax.stop_gradient(logits_NV)
+
+
+def change(logits_NV: Any, fn: Term) -> Any:
+    """The logits after an elementwise function of logits and ids."""
+    if isinstance(logits_NV, Resident):
+        return logits_NV.change(fn)
+    return fn(logits_NV, jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None])
 
 
 def reduce_columns(logits_NV: Array, *terms: tuple[str, Term]) -> tuple[Array, ...]:
@@ -64,13 +93,13 @@ def reduce_columns(logits_NV: Array, *terms: tuple[str, Term]) -> tuple[Array, .
 
     def fold(accs: tuple[Array, ...], block_NC: Array, ids_1C: Array) -> tuple[Array, ...]:
         pairs = zip(accs, terms, strict=True)
-        return tuple(_KINDS[kind][0](acc, term(block_NC, ids_1C)) for acc, (kind, term) in pairs)
+        return tuple(KINDS[kind][0](acc, term(block_NC, ids_1C)) for acc, (kind, term) in pairs)
 
     def body(j: Any, accs: tuple[Array, ...]) -> tuple[Array, ...]:
         block_NC = jax.lax.dynamic_slice(logits_NV, (0, j * C), (N, C))
         return fold(accs, block_NC, ids_1C + j * C)
 
-    accs = tuple(jnp.full((N, C), _KINDS[kind][2], jnp.float32) for kind, _ in terms)
+    accs = tuple(jnp.full((N, C), KINDS[kind][2], jnp.float32) for kind, _ in terms)
     accs = body(0, accs) if num_full == 1 else jax.lax.fori_loop(0, num_full, body, accs)
     if rest := V - num_full * C:
         head = tuple(acc_NC[:, :rest] for acc_NC in accs)
@@ -80,19 +109,36 @@ def reduce_columns(logits_NV: Array, *terms: tuple[str, Term]) -> tuple[Array, .
     return accs
 
 
-def reduce(logits_NV: Array, *terms: tuple[str, Term]) -> tuple[Array, ...]:
+def reduce(logits_NV: Logits, *terms: tuple[str, Term]) -> tuple[Array, ...]:
     """The ``sum``, ``min`` or ``max`` ``[N]`` of each term, float32, in one pass."""
+    if isinstance(logits_NV, Resident):
+        return logits_NV.reduce(*terms)
     if sorts_whole_rows():
         ids_1V = jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None]
         parts = [term(logits_NV, ids_1V).astype(jnp.float32) for _, term in terms]
     else:
         parts = reduce_columns(logits_NV, *terms)
-    return tuple(_KINDS[kind][1](x, -1) for (kind, _), x in zip(terms, parts, strict=True))
+    return tuple(KINDS[kind][1](x, -1) for (kind, _), x in zip(terms, parts, strict=True))
 
 
-def sums(logits_NV: Array, *terms: Term) -> tuple[Array, ...]:
+def sums(logits_NV: Logits, *terms: Term) -> tuple[Array, ...]:
     """The sum ``[N]`` of each term, in one pass."""
     return reduce(logits_NV, *(("sum", term) for term in terms))
+
+
+def sums_of(logits_NV: Logits, *values: Callable[[Array], Array]) -> Callable[..., Any]:
+    """A function ``sums(*terms)`` whose terms get the list of `values` of the logits, and ids.
+    Denormal logits are 0, and no value has a derivative.
+    """
+    if isinstance(logits_NV, Resident):
+        stored = logits_NV.store(*(lambda block, fn=fn: fn(flushed(block)) for fn in values))
+        return lambda *terms: stored(*(("sum", term) for term in terms))
+    seen_NV = flushed(fixed(logits_NV))
+
+    def with_values(term: Callable[[list[Array], Array], Array]) -> Term:
+        return lambda block, ids: term([fn(block) for fn in values], ids)
+
+    return lambda *terms: sums(seen_NV, *map(with_values, terms))
 
 
 def members(logits_NV: Array, column_N: Array) -> tuple[Array, Array]:
@@ -108,19 +154,21 @@ def _at_ids(logits_NV: Array, ids_NK: Array) -> Array:
     return jnp.take_along_axis(logits_NV, ids_NK, axis=1, mode="promise_in_bounds")
 
 
-def maximum(logits_NV: Array) -> Array:
+def maximum(logits_NV: Logits) -> Array:
     """Largest logit `[N]`."""
+    if isinstance(logits_NV, Resident):
+        return logits_NV.reduce(("max", lambda block, ids: block))[0]
     return logits_NV.max(-1)
 
 
-def minimum(logits_NV: Array) -> Array:
+def minimum(logits_NV: Logits) -> Array:
     """Smallest finite logit `[N]`; +inf if there is none."""
     return reduce(
         logits_NV, ("min", lambda block, ids: jnp.where(block > -jnp.inf, block, jnp.inf))
     )[0]
 
 
-def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Array) -> Array:
+def lowest_id(is_wanted: Callable[[Array], Array], logits_NV: Logits) -> Array:
     """Lowest id `[N]` whose logit satisfies an elementwise predicate; V if there is none."""
     V = logits_NV.shape[1]
     lowest_N = reduce(logits_NV, ("min", lambda block, ids: jnp.where(is_wanted(block), ids, V)))[0]
@@ -131,12 +179,15 @@ def _column_max(logits_NV: Array) -> Array:
     return reduce_columns(logits_NV, ("max", lambda block, ids: block))[0]
 
 
-def argmax(logits_NV: Array, tolerance: float = 0.0) -> Array:
+def argmax(logits_NV: Logits, tolerance: float = 0.0) -> Array:
     """Id `[N]` of the largest logit: the lowest id on ties, 0 where all logits are -inf.
 
     Logits that differ from the largest by less than `tolerance`, relative to the magnitude of the
     largest (between 1 and 100), are tied with it.
     """
+    if isinstance(logits_NV, Resident):
+        low_N1 = _lowest_tied(maximum(logits_NV)[:, None], tolerance)
+        return lowest_id(lambda block: block >= low_N1, logits_NV)
     if sorts_whole_rows():
         seen_NV = flushed(logits_NV)
         return place_of_largest(seen_NV >= _lowest_tied(seen_NV.max(-1, keepdims=True), tolerance))
@@ -220,17 +271,20 @@ def ordered(x: Array) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def divide(logits_NV: Array, divisor_N: Array) -> Array:
-    """Quotients of logits and divisors, finite where the logit is finite. With a divisor of 1, the
-    logits are returned bitwise unchanged; a multiplication would flush denormals.
-    """
+def inverse(divisor_N: Array, logits_NV: Logits) -> Array:
+    """The inverse of divisors, whose products with the logits are the quotients."""
     # XLA converts only some divisions by a per-row divisor to products. The barrier makes products
     # of all, so that a quotient is the same in every program.
-    return times(logits_NV, jax.lax.optimization_barrier(1.0 / divisor_N)[:, None])
+    inverse_N = 1.0 / divisor_N
+    is_array = not isinstance(logits_NV, Resident)
+    return jax.lax.optimization_barrier(inverse_N) if is_array else inverse_N
 
 
 @jax.custom_jvp
 def times(logits_NV: Array, scale_N1: Array) -> Array:
+    """Products of logits and scales, finite where the logit is finite. With a scale of 1, the
+    logits are returned bitwise unchanged; a multiplication would flush denormals.
+    """
     product_NV = jnp.clip(logits_NV * scale_N1, -_LARGEST, _LARGEST)
     return jnp.where((logits_NV == -jnp.inf) | (scale_N1 == 1), logits_NV, product_NV)
 
@@ -253,7 +307,8 @@ def exp_columns(logits_NV: Array) -> tuple[Array, Array]:
     """
     max_N = maximum(logits_NV)
     max_N = jnp.where(max_N == -jnp.inf, 0.0, max_N)
-    if sorts_whole_rows():
+    # TPUs would copy the weights to split their rows.
+    if sorts_whole_rows() and platform() != "tpu":
         C = width_of(logits_NV.shape[1])
         weight_NV = jnp.exp(logits_NV - max_N[:, None])
         weight_NV = jnp.pad(weight_NV, ((0, 0), (0, -weight_NV.shape[1] % C)))
@@ -263,14 +318,11 @@ def exp_columns(logits_NV: Array) -> tuple[Array, Array]:
     )[0]
 
 
-def exp_sum(logits_NV: Array) -> tuple[Array, Array]:
+def exp_sum(logits_NV: Logits) -> tuple[Array, Array]:
     """Largest logit `[N]` (0 where all are -inf), and the sum `[N]` of `exp(logit - max)`."""
-    if not sorts_whole_rows():
-        max_N, weight_NC = exp_columns(logits_NV)
-        return max_N, weight_NC.sum(-1)
     max_N = maximum(logits_NV)
     max_N = jnp.where(max_N == -jnp.inf, 0.0, max_N)
-    return max_N, jnp.exp(logits_NV - max_N[:, None]).sum(-1)
+    return max_N, sums(logits_NV, lambda block, ids: jnp.exp(block - max_N[:, None]))[0]
 
 
 def max_and_rest(logits_NV: Array, sums: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
@@ -324,7 +376,7 @@ def entropy(logits_NV: Array) -> Array:
     return jnp.log1p(rest_N) + gaps_N / (1.0 + rest_N)
 
 
-def count_and_entropy(logits_NV: Array) -> tuple[Array, Array]:
+def count_and_entropy(logits_NV: Logits) -> tuple[Array, Array]:
     """Number of candidates (finite logits) and entropy in nats of their softmax, `[N]` each."""
     max_N, total_N = exp_sum(logits_NV)
     log_total_N = jnp.log(total_N)

@@ -17,6 +17,7 @@ from jax import Array
 
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.transforms import resident
 from dlm_jax.sampling.transforms.bias import LogitBias
 from dlm_jax.sampling.transforms.temperature import Temperature
 from dlm_jax.sampling.transforms.transform import (
@@ -46,18 +47,33 @@ def run_all(steps: _Steps, logits_NV: Array, at: At) -> Array:
     """The logits after all transforms that any row of the chunk uses."""
     if not steps:
         return logits_NV
+    in_kernel = resident.runs_here(logits_NV.shape[1])
+    groups: list[_Steps] = []
+    for step in steps:
+        is_joined = in_kernel and groups and _has_change(step[0]) and _has_change(groups[-1][0][0])
+        groups[-1].append(step) if is_joined else groups.append([step])
 
     def run(x_NV: Array) -> Array:
-        for t, state in steps:
+        for group in groups:
 
-            def apply(x_NV: Array, t: Any = t, state: Any = state) -> Array:
+            def apply(x_NV: Array, group: _Steps = group) -> Array:
+                t, state = group[0]
+                if _has_change(t):
+                    gathered = [t.gather(at) for t, _ in group]
+                    return resident.change_all(gathered, at.is_real_N, x_NV)
                 new_NV = t.apply(state, x_NV, at)
                 return returned(new_NV, t, "apply", "N, V", x_NV.shape, jnp.float32)
 
-            x_NV = jax.lax.cond(any_active([t], at), apply, lambda x: x, x_NV)
+            is_any = any_active([t for t, _ in group], at)
+            x_NV = jax.lax.cond(is_any, apply, lambda x: x, x_NV)
         return x_NV
 
     return jax.lax.cond(any_active([t for t, _ in steps], at), run, lambda x: x, logits_NV)
+
+
+def _has_change(transform: Any) -> bool:
+    """True if the transform can run in a kernel."""
+    return isinstance(transform, Pointwise) and type(transform).apply is Pointwise.apply
 
 
 @pytree

@@ -10,11 +10,31 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.sampling import vocab
+from dlm_jax.sampling.transforms import resident
 from dlm_jax.sampling.transforms.transform import At, Context, Pointwise, is_greedy
-from dlm_jax.sampling.transforms.truncate import MIN_KEEP, keep_above, keep_largest
-from dlm_jax.settings import Setting, fact, per_row, rule
+from dlm_jax.sampling.transforms.truncate import MIN_KEEP, TopK, keep_above
+from dlm_jax.sampling.vocab import Logits
+from dlm_jax.settings import Setting, fact, per_row, pytree, rule
 
 _NUM_FITTED = 100
+
+
+@pytree
+class _MaxSurprise(Pointwise):
+    """Drops tokens whose surprise in bits is above mu, at positions where it is on."""
+
+    name = "max_surprise"
+    mu_B: Array
+    min_keep_B: Array
+    is_on_B: Array
+
+    def is_active(self) -> Array:
+        return self.is_on_B
+
+    def change(self, logits_NV: Logits, is_real_N: Array) -> Logits:
+        max_N, total_N = vocab.exp_sum(vocab.fixed(logits_NV))
+        floor_N = max_N + jnp.log(total_N) - self.mu_B * math.log(2.0)
+        return keep_above(logits_NV, floor_N, self.min_keep_B, self.is_on_B)
 
 
 @rule
@@ -76,22 +96,23 @@ class Mirostat(Pointwise):
         return jnp.where(self.is_active() & (count_B > 0), state - self.eta_B * error_B, state)
 
     def apply(self, state: Array, logits_NV: Array, at: At) -> Array:
-        version_N, mu_N = self.version_B[at.row_N], state[at.row_N]
-        min_keep_N = self.min_keep_B[at.row_N]
+        own, mu_N = self.gather(at), state[at.row_N]
 
-        def first(logits_NV: Array) -> Array:
-            V = logits_NV.shape[1]
-            k_N = jnp.clip(jnp.maximum(self._count(logits_NV, mu_N), min_keep_N), 1, V)
-            return keep_largest(logits_NV, jnp.where(version_N == 1, k_N, V))
+        def count(logits_NV: Array) -> Array:
+            k_N = jnp.maximum(self._count(logits_NV, mu_N), own.min_keep_B)
+            return jnp.where(own.version_B == 1, jnp.clip(k_N, 1, logits_NV.shape[1]), 0.0)
 
-        def second(logits_NV: Array) -> Array:
-            max_N, total_N = vocab.exp_sum(logits_NV)
-            floor_N = max_N + jnp.log(total_N) - mu_N * math.log(2.0)
-            return keep_above(logits_NV, floor_N, min_keep_N, version_N == 2)
+        none_N = jnp.zeros(mu_N.shape, jnp.float32)
+        is_first = ((own.version_B == 1) & at.is_real_N).any()
+        k_N = jax.lax.cond(is_first, count, lambda x: none_N, logits_NV)
+        first = TopK(k_N, jnp.ones_like(own.min_keep_B))
+        for t in first, _MaxSurprise(mu_N, own.min_keep_B, own.version_B == 2):
 
-        for version, truncate in ((1, first), (2, second)):
-            is_any = ((version_N == version) & at.is_real_N).any()
-            logits_NV = jax.lax.cond(is_any, truncate, lambda x: x, logits_NV)
+            def apply(x_NV: Array, t: Pointwise = t) -> Array:
+                return resident.change_all([t], at.is_real_N, x_NV)
+
+            is_any = (t.is_active() & at.is_real_N).any()
+            logits_NV = jax.lax.cond(is_any, apply, lambda x: x, logits_NV)
         return logits_NV
 
     def _count(self, logits_NV: Array, mu_N: Array) -> Array:

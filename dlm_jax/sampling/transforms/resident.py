@@ -1,7 +1,8 @@
-"""A Pallas kernel for TPUs whose passes over the vocabulary read fast memory.
+"""A Pallas kernel for TPUs that runs several transforms on logits in fast memory.
 
-Each program of the kernel loads the logits of eight positions once, so that a search of twenty
-passes takes little longer than one pass over main memory.
+Each program of the kernel loads the logits of eight positions once. All passes over the vocabulary
+then read fast memory, so that a search of twenty passes takes little longer than one pass over main
+memory.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from dlm_jax.devices import kind, mesh_in_use, platform
-from dlm_jax.sampling.vocab import flushed
+from dlm_jax.sampling import vocab
 
 POSITIONS = 8
 WIDTH = 1024
+_LANES = 128
 _MAX_VOCAB = 1 << 18
 # They cannot gather sublanes.
 _WITHOUT = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")
@@ -39,31 +41,42 @@ def blocks_at_once(num_logits: int) -> int:
     return next(size for size in (4, 3, 2, 1) if num_blocks % size == 0)
 
 
-def search(
-    fn: Callable[..., tuple[Array, Array]],
-    limits: Sequence[Array],
-    values: Sequence[Callable[..., Array]],
-    columns: Sequence[Array],
-    logits_NV: Array,
-) -> tuple[Array, Array]:
-    """The results `[N]`, float32 and int32, of `fn(sums, *limits)`.
-
-    `sums(*terms)` passes over the vocabulary, as `vocab.sums`. Its terms get the values of a block
-    of logits (denormals are 0), computed once by functions of the logits and of the columns `[N,
-    1]`. Limits and columns are float32 arrays `[N]`.
+def change_all(transforms: Sequence[Any], is_real_N: Array, logits_NV: Array) -> Array:
+    """The logits after the `Pointwise.change` of transforms with parameters per position, in a
+    kernel if that is possible.
     """
+    way = run if runs_here(logits_NV.shape[1]) else run_plainly
+    return way(transforms, is_real_N, logits_NV)
+
+
+def run_plainly(transforms: Sequence[Any], is_real_N: Array, logits_NV: Array) -> Array:
+    """The result of `change_all`, in passes over main memory."""
+    for t in transforms:
+        logits_NV = t.change(logits_NV, is_real_N)
+    return logits_NV
+
+
+@jax.custom_jvp
+def run(transforms: Sequence[Any], is_real_N: Array, logits_NV: Array) -> Array:
+    """The result of `change_all`, in one kernel."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    N, V = logits_NV.shape
-    at_once = blocks_at_once(V)
+    bitcast = jax.lax.bitcast_convert_type
+    (N, V), at_once = logits_NV.shape, blocks_at_once(logits_NV.shape[1])
     num_turns = -(-V // (at_once * WIDTH))
     width = num_turns * at_once * WIDTH
+    # A table whose columns are the bits of the parameters. The positions that fill the last program
+    # are not real.
+    leaves, tree = jax.tree.flatten((transforms, is_real_N))
+    is_float = [leaf.dtype == jnp.float32 for leaf in leaves]
+    pairs = zip(leaves, is_float, strict=True)
+    columns = [x if own else bitcast(x.astype(jnp.int32), jnp.float32) for x, own in pairs]
+    missing = ((0, -N % POSITIONS), (0, -len(columns) % _LANES))
+    table_NP = jnp.pad(jnp.stack(columns, axis=1), missing)
+    num_rows = len(table_NP)
 
-    def body(logits_ref: Any, *refs: jax.Ref) -> None:
-        given, refs = [ref[...] for ref in refs[:num_given]], refs[num_given:]
-        cut_ref, last_ref, *value_refs = refs
-
+    def body(table_ref: jax.Ref, logits_ref: jax.Ref, out_ref: jax.Ref, *spare: jax.Ref) -> None:
         def fold(step: Callable[[Any, Any, Array], Any], init: Any) -> Any:
             def turn(i: Array, acc: Any) -> Any:
                 for part in range(at_once):
@@ -74,42 +87,73 @@ def search(
 
             return jax.lax.fori_loop(0, num_turns, turn, init)
 
-        def store(_: None, place: Any, ids: Array) -> None:
-            block = flushed(jnp.where(ids < V, logits_ref[place], -jnp.inf))
-            for ref, value in zip(value_refs, values, strict=True):
-                ref[place] = value(block, *given[len(limits) :])
+        def reduce(read: Callable[[Any], Any], *terms: tuple[str, vocab.Term]) -> tuple[Array, ...]:
+            kinds = [vocab.KINDS[kind] for kind, _ in terms]
 
-        def sums(*terms: Callable[[list[Array], Array], Array]) -> tuple[Array, ...]:
             def add(accs: tuple[Array, ...], place: Any, ids: Array) -> tuple[Array, ...]:
-                block = [ref[place] for ref in value_refs]
-                return tuple(acc + term(block, ids) for acc, term in zip(accs, terms, strict=True))
+                new = [fn(read(place), ids).astype(jnp.float32) for _, fn in terms]
+                return tuple(k[0](a, x) for k, a, x in zip(kinds, accs, new, strict=True))
 
-            zeros = (jnp.zeros((POSITIONS, WIDTH), jnp.float32),) * len(terms)
-            return tuple(sum_NC.sum(-1) for sum_NC in fold(add, zeros))
+            accs = tuple(jnp.full((POSITIONS, WIDTH), k[2], jnp.float32) for k in kinds)
+            return tuple(k[1](x, -1) for k, x in zip(kinds, fold(add, accs), strict=True))
 
-        fold(store, None)
-        cut_N, last_N = fn(sums, *(limit_N1[:, 0] for limit_N1 in given[: len(limits)]))
-        cut_ref[...], last_ref[...] = cut_N[:, None], last_N[:, None]
+        def store(*values: Callable[[Array], Array]) -> Callable[..., tuple[Array, ...]]:
+            refs = spare[: len(values)]
 
-    # Infinite limits end the search at the positions that fill the last program.
-    missing = -N % POSITIONS
-    given = [
-        jnp.pad(x_N, (0, missing), constant_values=jnp.inf)[:, None] for x_N in (*limits, *columns)
-    ]
-    num_given, shape = len(given), (N + missing, 1)
-    narrow = pl.BlockSpec((POSITIONS, 1), lambda i: (i, 0))
-    cut_N1, last_N1 = pl.pallas_call(
+            def put(_: None, place: Any, ids: Array) -> None:
+                for ref, value in zip(refs, values, strict=True):
+                    ref[place] = value(out_ref[place])
+
+            fold(put, None)
+            return lambda *terms: reduce(lambda place: [ref[place] for ref in refs], *terms)
+
+        def change(fn: vocab.Term) -> vocab.Resident:
+            def put(_: None, place: Any, ids: Array) -> None:
+                out_ref[place] = fn(out_ref[place], ids)
+
+            fold(put, None)
+            return logits
+
+        def load(_: None, place: Any, ids: Array) -> None:
+            out_ref[place] = jnp.where(ids < V, logits_ref[place], -jnp.inf)
+
+        logits = vocab.Resident(
+            (POSITIONS, V),
+            lambda *terms: reduce(lambda place: out_ref[place], *terms),
+            store,
+            change,
+        )
+        table = table_ref[...]
+        values = []
+        for i, leaf in enumerate(leaves):
+            column = table[:, i]
+            column = column if is_float[i] else bitcast(column, jnp.int32)
+            values.append(column != 0 if leaf.dtype == jnp.bool_ else column)
+        transforms, is_real_N = jax.tree.unflatten(tree, values)
+        fold(load, None)
+        for t in transforms:
+
+            @pl.when((t.is_active() & is_real_N).any())
+            def _(t: Any = t) -> None:
+                t.change(logits, is_real_N)
+
+    final_NV = pl.pallas_call(
         body,
-        out_shape=[
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.int32),
+        out_shape=jax.ShapeDtypeStruct((num_rows, V), jnp.float32),
+        grid=(num_rows // POSITIONS,),
+        in_specs=[
+            pl.BlockSpec((POSITIONS, table_NP.shape[1]), lambda i: (i, 0)),
+            pl.BlockSpec((POSITIONS, width), lambda i: (i, 0)),
         ],
-        grid=(shape[0] // POSITIONS,),
-        in_specs=[pl.BlockSpec((POSITIONS, width), lambda i: (i, 0))] + [narrow] * num_given,
-        out_specs=[narrow, narrow],
-        scratch_shapes=[pltpu.VMEM((POSITIONS, width), jnp.float32)] * len(values),
+        out_specs=pl.BlockSpec((POSITIONS, width), lambda i: (i, 0)),
+        scratch_shapes=[pltpu.VMEM((POSITIONS, width), jnp.float32)] * 2,
         interpret=platform() != "tpu",
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY + 16 * width * POSITIONS),
-        name=f"search_{len(values)}_{len(columns)}",
-    )(logits_NV, *given)
-    return cut_N1[:N, 0], last_N1[:N, 0]
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY + 24 * width * POSITIONS),
+        name="transforms_" + "_".join(t.name for t in transforms),
+    )(table_NP, jnp.pad(logits_NV, (missing[0], (0, 0))))
+    return final_NV[:N]
+
+
+@run.defjvp
+def _run_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    return jax.jvp(run_plainly, primals, tangents)

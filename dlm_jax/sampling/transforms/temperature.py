@@ -12,7 +12,8 @@ import numpy as np
 from jax import Array
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.transforms.transform import At, Pointwise
+from dlm_jax.sampling.transforms.transform import Pointwise
+from dlm_jax.sampling.vocab import Logits
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, require, rule
 
 
@@ -66,7 +67,7 @@ class Temperature(Pointwise):
     """
 
     temperature_B: Array = per_row(TEMPERATURE)
-    last_B: Array | None = per_row(TEMPERATURE_END, default=None)
+    end_B: Array | None = per_row(TEMPERATURE_END, default=None)
     range_B: Array = per_row(
         Setting("dynatemp_range", 0.0, "half-width of dynamic temperatures; 0: off", 0.0, 1e6)
     )
@@ -86,39 +87,44 @@ class Temperature(Pointwise):
     def columns(cls, rows: Sequence[Any], facts: Any) -> Temperature:
         """The transform with the temperatures of each row at the first and last step."""
         packed = super().columns(rows, facts)
-        last_B = np.where(packed.last_B < 0, packed.temperature_B, packed.last_B)
-        return dataclasses.replace(packed, last_B=last_B)
+        end_B = np.where(packed.end_B < 0, packed.temperature_B, packed.end_B)
+        return dataclasses.replace(packed, end_B=end_B)
 
     def at_progress(self, progress_B: Array) -> Temperature:
         """The transform with the temperature of a step, `T + (last - T) s / (S - 1)`."""
-        if self.last_B is None:
+        if self.end_B is None:
             return self
-        moved_B = (self.last_B - self.temperature_B) * progress_B
+        moved_B = (self.end_B - self.temperature_B) * progress_B
         return dataclasses.replace(self, temperature_B=self.temperature_B + moved_B)
 
     def is_active(self) -> Array:
         return (self.temperature_B != 0) & ((self.temperature_B != 1) | (self.range_B != 0))
 
-    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
-        is_dynamic_N = ((self.temperature_B != 0) & (self.range_B != 0))[at.row_N]
-        divisor_N = jnp.where(
-            is_dynamic_N | ~self.is_active()[at.row_N], 1.0, self.temperature_B[at.row_N]
-        )
+    def change(self, logits_NV: Logits, is_real_N: Array) -> Logits:
+        is_dynamic_N = (self.temperature_B != 0) & (self.range_B != 0)
+        divisor_N = jnp.where(is_dynamic_N | ~self.is_active(), 1.0, self.temperature_B)
+        num_logits = logits_NV.shape[1]
 
-        def dynamic() -> Array:
+        def dynamic() -> tuple[Array, Array]:
+            """Divisors, and the id of the best candidate of positions that keep only it."""
             count_N, entropy_N = vocab.count_and_entropy(logits_NV)
             relative_N = entropy_N / jnp.log(jnp.maximum(count_N, 2.0))
-            exponent_N = jnp.broadcast_to(self.exponent_B, self.temperature_B.shape)[at.row_N]
-            power_N = jnp.clip(relative_N, 0.0, 1.0) ** exponent_N
-            low_N = jnp.maximum(self.temperature_B - self.range_B, 0.0)[at.row_N]
-            high_N = (self.temperature_B + self.range_B)[at.row_N]
+            power_N = jnp.clip(relative_N, 0.0, 1.0) ** self.exponent_B
+            low_N = jnp.maximum(self.temperature_B - self.range_B, 0.0)
+            high_N = self.temperature_B + self.range_B
             own_N = jnp.where(count_N > 1, low_N + (high_N - low_N) * power_N, 1.0)
             own_N = jnp.where(is_dynamic_N, own_N, divisor_N)
             is_cold_N = own_N < 1e-6
-            best_N1 = vocab.argmax(logits_NV, vocab.TOLERANCE)[:, None]
-            is_best_NV = jnp.arange(logits_NV.shape[1])[None] == best_N1
-            scaled_NV = vocab.divide(logits_NV, jnp.where(is_cold_N, 1.0, own_N))
-            return jnp.where(is_cold_N[:, None] & ~is_best_NV, -jnp.inf, scaled_NV)
+            best_N = vocab.argmax(logits_NV, vocab.TOLERANCE)
+            return jnp.where(is_cold_N, 1.0, own_N), jnp.where(is_cold_N, best_N, num_logits)
 
-        is_any = (is_dynamic_N & at.is_real_N).any()
-        return jax.lax.cond(is_any, dynamic, lambda: vocab.divide(logits_NV, divisor_N))
+        all_N = jnp.full(divisor_N.shape, num_logits, jnp.int32)
+        is_any = (is_dynamic_N & is_real_N).any()
+        divisor_N, only_N = jax.lax.cond(is_any, dynamic, lambda: (divisor_N, all_N))
+        scale_N1, only_N1 = vocab.inverse(divisor_N, logits_NV)[:, None], only_N[:, None]
+
+        def scale(block: Array, ids: Array) -> Array:
+            is_kept = (only_N1 == num_logits) | (ids == only_N1)
+            return jnp.where(is_kept, vocab.times(block, scale_N1), -jnp.inf)
+
+        return vocab.change(logits_NV, scale)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -124,8 +125,26 @@ def function_transform(function: Callable[..., Any]) -> LogitTransform:
 class Pointwise(LogitTransform):
     """A transform that reads ids only to break ties, and only the logits of its position.
 
-    It can therefore run on the few candidates that a top-k leaves.
+    It can therefore run on the few candidates that a top-k leaves. If it defines `change` in place
+    of `apply`, it can also run in a kernel (`dlm_jax.sampling.transforms.resident`).
     """
+
+    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
+        return self.gather(at).change(logits_NV, at.is_real_N)
+
+    def gather(self, at: At) -> Any:
+        """The transform with the parameters of each position in place of those of each row."""
+
+        def of_positions(x_B: Any) -> Array:
+            return x_B[at.row_N] if jnp.ndim(x_B) else jnp.full(at.row_N.shape, x_B)
+
+        return jax.tree.map(of_positions, self)
+
+    def change(self, logits_NV: Any, is_real_N: Array) -> Any:
+        """The logits after the result of `gather`. Only functions of `dlm_jax.sampling.vocab` get
+        the logits, which may be `Resident` in a kernel.
+        """
+        raise NotImplementedError
 
     @classmethod
     def yields(cls, row: Any) -> bool:

@@ -7,7 +7,7 @@ host. The cuts are exact and computed without sorting the vocabulary (see `_sear
 
 from __future__ import annotations
 
-import functools
+from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,9 +20,8 @@ from jax import Array
 from dlm_jax.randomness import salted
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.blocks import choose
-from dlm_jax.sampling.transforms import resident
 from dlm_jax.sampling.transforms.transform import At, Pointwise, is_greedy, is_steered
-from dlm_jax.sampling.vocab import ordered
+from dlm_jax.sampling.vocab import Logits, ordered
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
 
 Elementwise = Callable[..., Array]
@@ -37,59 +36,48 @@ _XTC_SALT = 0x7863
 
 
 def keep_prefix(
-    logits_NV: Array,
+    logits_NV: Logits,
     *,
     value: Elementwise,
     weight: Elementwise | None,
-    columns: Sequence[Array] = (),
     top_N: Array,
     mass_N: Array,
     count_N: Array,
-) -> Array:
+) -> Logits:
     """Keeps the tokens after a mass < `mass_N` or after fewer than `count_N` tokens.
 
     Args:
       logits_NV: float32.
-      value: elementwise function of logits and `columns` by which tokens are ordered, largest
-        first; -inf for non-candidates.
-      weight: elementwise mass of a logit, at least 0, with the same arguments; None for a mass of
-        1.
-      columns: float32 arrays `[N]`, which the functions get as `[N, 1]`.
+      value: elementwise function of logits by which tokens are ordered, largest first; -inf for
+        non-candidates. It has no derivative.
+      weight: elementwise mass of a logit, at least 0, without derivative; None for a mass of 1.
       top_N: float32 upper bound on all values.
       mass_N: strict upper bound on the mass before a kept token.
       count_N: float32, number of tokens to keep regardless of mass, at least 1.
     """
     # Sorts and searches have no derivative. Denormals equal 0 in some comparisons on CPU only.
-    fixed_NV = jax.lax.stop_gradient(logits_NV)
-    seen_NV = vocab.flushed(fixed_NV)
-    columns_N1 = [column_N[:, None] for column_N in columns]
-    value_NV = value(seen_NV, *columns_N1)
-    if logits_NV.shape[1] <= _FEW:
-        weight_NV = jnp.ones_like(seen_NV) if weight is None else weight(seen_NV, *columns_N1)
-        mass_NV, num_NV = _before_each(value_NV, weight_NV)
-        is_kept_NV = (mass_NV < mass_N[:, None]) | (num_NV < count_N[:, None])
-        return jnp.where(is_kept_NV, logits_NV, -jnp.inf)
-    values = (value,) if weight is None else (value, weight)
     limits = jax.lax.stop_gradient((top_N, mass_N, count_N))
-    search = functools.partial(_search, logits_NV.shape[1], len(values))
-    if resident.runs_here(logits_NV.shape[1]):
-        cut_N, last_id_N = resident.search(search, limits, values, columns, fixed_NV)
-    else:
+    if logits_NV.shape[1] <= _FEW:
+        seen_NV = vocab.flushed(vocab.fixed(logits_NV))
+        weight_NV = jnp.ones_like(seen_NV) if weight is None else weight(seen_NV)
+        mass_NV, num_NV = _before_each(value(seen_NV), weight_NV)
+        is_kept_NV = (mass_NV < mass_N[:, None]) | (num_NV < count_N[:, None])
+        return vocab.change(logits_NV, lambda block, ids: jnp.where(is_kept_NV, block, -jnp.inf))
+    values = (value,) if weight is None else (value, weight)
+    sums = vocab.sums_of(logits_NV, *values)
+    cut_N, last_id_N = _search(logits_NV.shape[1], len(values), sums, *limits)
 
-        def of_values(term: Term) -> Callable[[Array, Array], Array]:
-            return lambda block, ids: term([fn(block, *columns_N1) for fn in values], ids)
+    def keep(block: Array, ids: Array) -> Array:
+        is_kept = _is_up_to(value(vocab.flushed(vocab.fixed(block))), ids, cut_N, last_id_N)
+        return jnp.where(is_kept, block, -jnp.inf)
 
-        cut_N, last_id_N = search(
-            lambda *terms: vocab.sums(seen_NV, *map(of_values, terms)), *limits
-        )
-    return jnp.where(_is_up_to(value_NV, cut_N, last_id_N), logits_NV, -jnp.inf)
+    return vocab.change(logits_NV, keep)
 
 
-def _is_up_to(value_NV: Array, cut_N: Array, last_id_N: Array) -> Array:
+def _is_up_to(value: Array, ids: Array, cut_N: Array, last_id_N: Array) -> Array:
     """True at larger values than the cut, and at values equal to the cut up to an id."""
-    ids_1V = jnp.arange(value_NV.shape[1], dtype=jnp.int32)[None]
-    is_tie_kept_NV = (value_NV == cut_N[:, None]) & (ids_1V <= last_id_N[:, None])
-    return (value_NV > cut_N[:, None]) | is_tie_kept_NV
+    cut_N1, last_id_N1 = cut_N[:, None], last_id_N[:, None]
+    return (value > cut_N1) | ((value == cut_N1) & (ids <= last_id_N1))
 
 
 def _before_each(value_NK: Array, weight_NK: Array) -> tuple[Array, Array]:
@@ -228,7 +216,7 @@ MIN_KEEP = Setting(
 )
 
 
-def keep_largest(logits_NV: Array, count_N: Array) -> Array:
+def keep_largest(logits_NV: Logits, count_N: Array) -> Logits:
     """Keeps the `count_N` (at least 1) largest logits and sets all others to -inf; lower ids win
     ties.
     """
@@ -237,43 +225,41 @@ def keep_largest(logits_NV: Array, count_N: Array) -> Array:
         logits_NV,
         value=lambda block: block,
         weight=None,
-        top_N=vocab.maximum(jax.lax.stop_gradient(logits_NV)),
+        top_N=vocab.maximum(vocab.fixed(logits_NV)),
         mass_N=count_N,
         count_N=count_N,
     )
 
 
-def keep_above(logits_NV: Array, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Array:
+def keep_above(logits_NV: Logits, floor_N: Array, min_keep_N: Array, is_active_N: Array) -> Logits:
     """Sets logits with values below `floor_N` to -inf in active rows, except the `min_keep_N`
     largest.
-
-    `min_keep_N` is at most `MAX_CANDIDATES`.
     """
-    V = logits_NV.shape[1]
+    (_, V), fixed_NV = logits_NV.shape, vocab.fixed(logits_NV)
 
-    def is_above(block_NC: Array, ids_1C: Array) -> Array:
-        is_above_NC = (block_NC >= floor_N[:, None]) & (block_NC > -jnp.inf)
-        return jnp.where(is_above_NC, 1.0, 0.0)
+    def is_above(block: Array, ids: Array) -> Array:
+        return jnp.where((block >= floor_N[:, None]) & (block > -jnp.inf), 1.0, 0.0)
+
+    is_short_N = (vocab.reduce(fixed_NV, ("sum", is_above))[0] < min_keep_N) & is_active_N
 
     def last_kept() -> tuple[Array, Array]:
         """Value and id of the last of the largest logits."""
-        size = min(MAX_CANDIDATES, V)
-        # Lower ids come first among equals, so the last kept id determines which are kept.
-        largest_NK = jax.lax.top_k(vocab.flushed(logits_NV), size)
-        last_N1 = jnp.clip(min_keep_N, 1, size)[:, None] - 1
-        least_N, id_N = (jnp.take_along_axis(x, last_N1, axis=1)[:, 0] for x in largest_NK)
-        return least_N, id_N
+        count_N = jnp.where(is_short_N, min_keep_N, V).astype(jnp.float32)
+        sums = vocab.sums_of(fixed_NV, lambda block: block)
+        return _search(V, 1, sums, vocab.maximum(fixed_NV), count_N, count_N)
 
-    is_short_N = (vocab.sums(logits_NV, is_above)[0] < min_keep_N) & is_active_N
     none = jnp.zeros(floor_N.shape, jnp.float32), jnp.zeros(floor_N.shape, jnp.int32)
     last_N, id_N = jax.lax.cond(is_short_N.any(), last_kept, lambda: none)
     cut_N = jnp.where(is_short_N, last_N, jnp.where(is_active_N, floor_N, -jnp.inf))
-    last_id_N = jnp.where(is_short_N, id_N, V)
-    is_kept_NV = _is_up_to(vocab.flushed(logits_NV), vocab.flushed(cut_N), last_id_N)
-    return jnp.where(is_kept_NV, logits_NV, -jnp.inf)
+    cut_N, last_id_N = vocab.flushed(cut_N), jnp.where(is_short_N, id_N, V)
+
+    def keep(block: Array, ids: Array) -> Array:
+        return jnp.where(_is_up_to(vocab.flushed(block), ids, cut_N, last_id_N), block, -jnp.inf)
+
+    return vocab.change(logits_NV, keep)
 
 
-class Truncation(Pointwise):
+class Truncation(Pointwise, ABC):
     """A truncation that Mirostat replaces."""
 
     min_keep_B: Array
@@ -282,10 +268,10 @@ class Truncation(Pointwise):
     def yields(cls, row: Any) -> bool:
         return is_steered(row)
 
-    def min_count(self, num_logits: int, at: At) -> Array:
+    def min_count(self, logits_NV: Logits, is_real_N: Array) -> Array:
         """`min_keep` in active rows, and all logits in other rows, which ends a search."""
-        is_active_N = self.is_active()[at.row_N] & at.is_real_N
-        count_N = jnp.where(is_active_N, self.min_keep_B[at.row_N], num_logits)
+        is_active_N = self.is_active() & is_real_N
+        count_N = jnp.where(is_active_N, self.min_keep_B, logits_NV.shape[1])
         return count_N.astype(jnp.float32)
 
 
@@ -310,8 +296,8 @@ class TopK(Truncation):
     def count(self) -> Array:
         return jnp.where(self.k_B > 0, jnp.maximum(self.k_B, self.min_keep_B), 0)
 
-    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
-        count_N = self.count()[at.row_N]
+    def change(self, logits_NV: Logits, is_real_N: Array) -> Logits:
+        count_N = self.count()
         return keep_largest(logits_NV, jnp.where(count_N > 0, count_N, logits_NV.shape[1]))
 
 
@@ -329,18 +315,17 @@ class TopP(Truncation):
     )
     min_keep_B: Array = per_row(MIN_KEEP)
 
-    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
-        p_N = self.p_B[at.row_N]
+    def change(self, logits_NV: Logits, is_real_N: Array) -> Logits:
+        p_N = self.p_B
         # The set of kept tokens has no derivative.
-        max_N, total_N = vocab.exp_sum(jax.lax.stop_gradient(logits_NV))
+        max_N, total_N = vocab.exp_sum(vocab.fixed(logits_NV))
         return keep_prefix(
             logits_NV,
-            value=lambda block, max_N1: block,
-            weight=lambda block, max_N1: jnp.exp(block - max_N1),
-            columns=(max_N,),
+            value=lambda block: block,
+            weight=lambda block: jnp.exp(block - max_N[:, None]),
             top_N=max_N,
             mass_N=p_N * total_N,
-            count_N=self.min_count(logits_NV.shape[1], at),
+            count_N=self.min_count(logits_NV, is_real_N),
         )
 
 
@@ -364,27 +349,26 @@ class TypicalP(Truncation):
     )
     min_keep_B: Array = per_row(MIN_KEEP)
 
-    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
-        seen_NV = jax.lax.stop_gradient(logits_NV)
-        max_N, total_N = vocab.exp_sum(seen_NV)
+    def change(self, logits_NV: Logits, is_real_N: Array) -> Logits:
+        max_N, total_N = vocab.exp_sum(vocab.fixed(logits_NV))
         log_total_N = jnp.log(total_N)
-        _, entropy_N = vocab.count_and_entropy(seen_NV)
+        _, entropy_N = vocab.count_and_entropy(vocab.fixed(logits_NV))
 
-        def logprob(block: Array, max_N1: Array, log_total_N1: Array, _: Array) -> Array:
-            return block - max_N1 - log_total_N1
+        def logprob(block: Array) -> Array:
+            return block - max_N[:, None] - log_total_N[:, None]
 
-        def typicality(block: Array, *columns: Array) -> Array:
-            return -jnp.abs(logprob(block, *columns) + columns[-1])
+        def typicality(block: Array) -> Array:
+            return -jnp.abs(logprob(block) + entropy_N[:, None])
 
+        # A token is kept if the mass before it is <= q, not < q.
+        next_key_N = jax.lax.bitcast_convert_type(self.p_B, jnp.int32) + 1
         return keep_prefix(
             logits_NV,
             value=typicality,
-            weight=lambda block, *columns: jnp.exp(logprob(block, *columns)),
-            columns=(max_N, log_total_N, entropy_N),
+            weight=lambda block: jnp.exp(logprob(block)),
             top_N=jnp.zeros_like(max_N),
-            # A token is kept if the mass before it is <= q, not < q.
-            mass_N=jnp.nextafter(self.p_B[at.row_N], jnp.inf),
-            count_N=self.min_count(logits_NV.shape[1], at),
+            mass_N=jax.lax.bitcast_convert_type(next_key_N, jnp.float32),
+            count_N=self.min_count(logits_NV, is_real_N),
         )
 
 
@@ -397,11 +381,11 @@ class MinP(Truncation):
     )
     min_keep_B: Array = per_row(MIN_KEEP)
 
-    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
-        is_active_N = self.is_active()[at.row_N]
-        fraction_N = jnp.where(is_active_N, self.p_B[at.row_N], 1.0)
-        floor_N = vocab.maximum(logits_NV) + jnp.log(fraction_N)
-        return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], is_active_N)
+    def change(self, logits_NV: Logits, is_real_N: Array) -> Logits:
+        is_active_N = self.is_active()
+        fraction_N = jnp.where(is_active_N, self.p_B, 1.0)
+        floor_N = vocab.maximum(vocab.fixed(logits_NV)) + jnp.log(fraction_N)
+        return keep_above(logits_NV, floor_N, self.min_keep_B, is_active_N)
 
 
 @rule
@@ -424,9 +408,10 @@ class TopNSigma(Truncation):
     def is_active(self) -> Array:
         return self.n_B > 0
 
-    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
-        half_max_N = vocab.maximum(logits_NV) * 0.5
-        range_N = half_max_N - vocab.minimum(logits_NV) * 0.5
+    def change(self, logits_NV: Logits, is_real_N: Array) -> Logits:
+        fixed_NV = vocab.fixed(logits_NV)
+        half_max_N = vocab.maximum(fixed_NV) * 0.5
+        range_N = half_max_N - vocab.minimum(fixed_NV) * 0.5
         range_N = jnp.where(range_N > 0, range_N, 1.0)
 
         def scaled(block: Array) -> Array:
@@ -437,15 +422,15 @@ class TopNSigma(Truncation):
             return lambda block, ids: jnp.where(block > -jnp.inf, fn(block), 0.0)
 
         count_N, total_N = vocab.sums(
-            logits_NV, over_candidates(jnp.ones_like), over_candidates(scaled)
+            fixed_NV, over_candidates(jnp.ones_like), over_candidates(scaled)
         )
         mean_N = total_N / jnp.maximum(count_N, 1.0)
         (squares_N,) = vocab.sums(
-            logits_NV, over_candidates(lambda block: (scaled(block) - mean_N[:, None]) ** 2)
+            fixed_NV, over_candidates(lambda block: (scaled(block) - mean_N[:, None]) ** 2)
         )
         deviation_N = jnp.sqrt(squares_N / jnp.maximum(count_N, 1.0))
-        floor_N = 2.0 * (half_max_N - self.n_B[at.row_N] * deviation_N * range_N)
-        return keep_above(logits_NV, floor_N, self.min_keep_B[at.row_N], self.is_active()[at.row_N])
+        floor_N = 2.0 * (half_max_N - self.n_B * deviation_N * range_N)
+        return keep_above(logits_NV, floor_N, self.min_keep_B, self.is_active())
 
 
 @rule
@@ -479,29 +464,34 @@ class Xtc(Truncation):
     def is_active(self) -> Array:
         return (self.probability_B > 0) & (self.threshold_B <= 0.5)
 
-    def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
-        max_N, total_N = vocab.exp_sum(logits_NV)
-        floor_N = max_N + jnp.log(self.threshold_B[at.row_N] * total_N)
+    def gather(self, at: At) -> Xtc:
+        """The transform of each position, with a probability of 1 or 0, which the key decides."""
+        own = super().gather(at)
+        uniform_N = jax.vmap(jax.random.uniform)(salted(at.key_N, _XTC_SALT))
+        drops_N = own.is_active() & (uniform_N < own.probability_B)
+        return replace(own, probability_B=drops_N.astype(jnp.float32))
+
+    def change(self, logits_NV: Logits, is_real_N: Array) -> Logits:
+        fixed_NV = vocab.fixed(logits_NV)
+        max_N, total_N = vocab.exp_sum(fixed_NV)
+        floor_N = max_N + jnp.log(self.threshold_B * total_N)
 
         def is_top(block: Array) -> Array:
             return block >= floor_N[:, None]
 
         num_top_N, num_N, least_N = vocab.reduce(
-            logits_NV,
+            fixed_NV,
             ("sum", lambda block, ids: is_top(block)),
             ("sum", lambda block, ids: block > -jnp.inf),
             ("min", lambda block, ids: jnp.where(is_top(block), block, jnp.inf)),
         )
         least_N1 = least_N[:, None]
         num_left_N = num_N - num_top_N + 1
-        uniform_N = jax.vmap(jax.random.uniform)(salted(at.key_N, _XTC_SALT))
-        does_drop_N = (
-            self.is_active()[at.row_N]
-            & (uniform_N < self.probability_B[at.row_N])
-            & (num_top_N >= 2)
-            & (num_left_N >= self.min_keep_B[at.row_N])
-        )
-        stays_N = vocab.lowest_id(lambda block: block == least_N1, logits_NV)
-        is_last_NV = jnp.arange(logits_NV.shape[1])[None] == stays_N[:, None]
-        is_kept_NV = (logits_NV < least_N1) | is_last_NV | ~does_drop_N[:, None]
-        return jnp.where(is_kept_NV, logits_NV, -jnp.inf)
+        does_drop_N = self.is_active() & (num_top_N >= 2) & (num_left_N >= self.min_keep_B)
+        stays_N = vocab.lowest_id(lambda block: block == least_N1, fixed_NV)
+
+        def keep(block: Array, ids: Array) -> Array:
+            is_kept = (block < least_N1) | (ids == stays_N[:, None]) | ~does_drop_N[:, None]
+            return jnp.where(is_kept, block, -jnp.inf)
+
+        return vocab.change(logits_NV, keep)

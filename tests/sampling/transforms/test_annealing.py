@@ -17,7 +17,7 @@ def _state(rows, last):
     state = canvases.make_state(rows, canvases.RANDOM)
     bans = canvases.make_chain([1.0] * ROWS).transforms[0]
     first_B = jnp.array([row.temperature for row in rows])
-    moving = Temperature(first_B, last_B=jnp.array(last, jnp.float32))
+    moving = Temperature(first_B, end_B=jnp.array(last, jnp.float32))
     chained = chain(bans, moving)
     rules = state.rules._replace(chain=chained)
     chain_state = chained.start(visible_context(state, mask_id=toy.MASK))
