@@ -1,13 +1,12 @@
 """Attacks the programs and counts what gets through.
 
-    python -m benchmarks attacks [flips inputs ends kills] [--count N] [--folder DIR] [--quick]
+    python -m benchmarks attacks [flips inputs kills] [--count N] [--folder DIR] [--quick]
 
 ``flips``: one bit is flipped in a file that the programs read; the flip must be detected or have no
 effect. ``inputs``: bad flags, settings and files; each must be refused in one line with exit code 2
-or 6. ``ends``: outputs that cannot be written; the texts must be printed, or one line must say what
-failed. ``kills``: SIGKILL of training runs, of files of requests and of one of two processes; after
-a restart, the results must equal those of an uninterrupted run. With ``--folder``, the files stay,
-and finished runs of ``kills`` are not repeated.
+or 6. ``kills``: SIGKILL of training runs and of files of requests; after a restart, the results
+must equal those of an uninterrupted run. With ``--folder``, the files stay, and finished runs of
+``kills`` are not repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -56,7 +54,7 @@ QUICK = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
-PATIENCE = 600.0  # seconds after which a process hangs
+PATIENCE = 600.0  # seconds to wait for a save
 NOISY = ("wall_", "second", "utilisation", "goodput", "memory", "time")  # of keys that tell times
 
 Found = Iterator[tuple[str, str]]
@@ -281,50 +279,13 @@ def _ended(main: Callable[..., int], arguments: list[str]) -> tuple[int | None, 
     return code, out.getvalue(), err.getvalue()
 
 
-# Outputs that fail.
-
-
-def ends(folder: Path, count: int, rng: random.Random) -> Found:
-    """Samples and trains with one broken output at a time; a size limit acts as a full disk."""
-    del count, rng
-    out_dir = folder / "model"
-    finish(folder, "train.py", *flags(folder, out_dir))
-    small = "--gen-length 8 --steps 4 --num-samples 2 --fill parallel"
-    run = f"sample.py --checkpoint {out_dir} {small}"
-    (folder / "in.jsonl").write_text('{"gen_length": 8, "steps": 4}\n' * 64)
-    requests = f"--prompts {folder}/in.jsonl --output {folder}/o"
-    expected = _shell(folder, run)[1]
-    for command, before in (
-        (f"{run} 2>&-", ""), (f"{run} <&-", ""),
-        (run, "XDG_CACHE_HOME=/proc"), (run, "PYTHONIOENCODING=ascii"),
-    ):  # fmt: skip
-        code, out, err = _shell(folder, command, before)
-        is_good = code == 0 and out == expected and "Traceback" not in err
-        yield "texts", "" if is_good else f"{before} {command}: code {code}, {out!r}, {err[-300:]}"
-    for command, wanted, before in (
-        (f"{run} >/dev/full", 5, ""), (f"{run} | head -c 1", 0, ""),
-        (f"train.py {' '.join(flags(folder, folder / 'full'))}", 5, "ulimit -f 8;"),
-        (f"sample.py --checkpoint {out_dir} {requests}", 5, "ulimit -f 1;"),
-    ):  # fmt: skip
-        code, _, err = _shell(folder, command, before)
-        is_good = code == wanted and "Traceback" not in err and "Exception ignored" not in err
-        yield "full disks", "" if is_good else f"{before} {command}: code {code}, {err[-600:]}"
-
-
-def _shell(folder: Path, command: str, before: str = "") -> tuple[int, str, str]:
-    script = f"{before} {sys.executable} {ROOT}/{command}"
-    done = subprocess.run(["bash", "-c", script], env=environment(folder), capture_output=True)
-    return done.returncode, done.stdout.decode(), done.stderr.decode(errors="replace")
-
-
 # Kills.
 
 
 def kills(folder: Path, count: int, rng: random.Random) -> Found:
-    """`count` kills of training, a fifth as many of requests, and at most four of processes."""
+    """`count` kills of training, and a fifth as many of requests."""
     yield from _killed_trainings(folder, count, rng)
     yield from _killed_requests(folder, max(1, count // 5), rng)
-    yield from _killed_processes(folder, min(4, count // 2), rng)
 
 
 def _once(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
@@ -375,16 +336,12 @@ def _saves(out_dir: Path) -> set[str]:
     return {str(path) for path in out_dir.glob("*/*orbax-checkpoint-tmp*")}
 
 
-def difference(whole: Path, other: Path, within: float = 0.0) -> str:
+def difference(whole: Path, other: Path) -> str:
     """The first difference between two finished runs; empty if there is none."""
-    for part in ("", "best") if not within else ("",):
-        ours, theirs = (load_params(path / part)[0] for path in (whole, other))
-        apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max(initial=0)), ours, theirs)
-        if max(jax.tree.leaves(apart)) > within:
+    for part in ("", "best"):
+        if not _same(*(load_params(path / part)[0] for path in (whole, other))):
             return f"parameters of {part or 'the run'} differ"
-    if not within and _metrics(whole) != _metrics(other):
-        return "metrics differ"
-    return ""
+    return "" if _metrics(whole) == _metrics(other) else "metrics differ"
 
 
 def _metrics(out_dir: Path) -> list[dict[str, Any]]:
@@ -442,57 +399,9 @@ def _lines_in(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _killed_processes(folder: Path, count: int, rng: random.Random) -> Found:
-    """Kills one of two processes, and continues with one or three."""
-    more = LONG | {
-        "train.batch_size": 12, "model.add_sampler_head": "false", "train.checkpoint_every": 5,
-        "model.add_critic_head": "false",
-    }  # fmt: skip
-
-    def run(out_dir: Path, number: int) -> list[subprocess.Popen[str]]:
-        given = flags(folder, out_dir, **more | {"mesh.data": number})
-        if number == 1:
-            return [start(folder, "train.py", *given)]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        shared = ["--distributed", "--coordinator", f"127.0.0.1:{port}"]
-        shared += ["--num-processes", str(number), "--process-id"]
-        return [start(folder, "train.py", *shared, str(i), *given) for i in range(number)]
-
-    def wait(children: list[subprocess.Popen[str]]) -> list[str]:
-        errors = []
-        for child in children:
-            try:
-                errors.append(child.communicate(timeout=PATIENCE)[1])
-            except subprocess.TimeoutExpired:
-                child.kill()
-                errors.append(child.communicate()[1])
-        return errors
-
-    whole = _once(folder, "pair", lambda out: wait(run(out, 2)))
-    for number in range(count):
-        lost, then, out_dir = number % 2, (3, 1)[number // 2], folder / f"pair{number}"
-        children, saves = run(out_dir, 2), rng.randint(2, 8)
-        while all(child.poll() is None for child in children):
-            if len(list((out_dir / "checkpoints").glob("step_????????/manifest"))) >= 2:
-                time.sleep(0.1 * saves)
-                break
-            time.sleep(0.01)
-        children[lost].kill()
-        wait(children)
-        survived = children[1 - lost].returncode
-        errors = wait(children := run(out_dir, then))
-        why = "the other process ended well" if survived == 0 else ""
-        if any(child.returncode for child in children):
-            why = f"did not go on: {errors[0][-500:]}"
-        yield f"one of two processes, then {then}", why or difference(whole, out_dir, 2e-4)
-
-
 ATTACKS: dict[str, tuple[Callable[[Path, int, random.Random], Found], int, int]] = {
     "flips": (flips, 40, 4),
     "inputs": (inputs, 1000, 60),
-    "ends": (ends, 1, 1),
     "kills": (kills, 50, 4),
 }
 """Each attack with its number of attempts, and the number with ``--quick``."""

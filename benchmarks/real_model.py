@@ -39,7 +39,7 @@ from flax import traverse_util
 import dlm_jax
 import dlm_jax.config as configs
 from benchmarks import real_model_files as files
-from benchmarks.accelerator import seconds_of
+from benchmarks.report import seconds_of
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import MeshConfig
 from dlm_jax.data import load_corpus, validation_windows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import multiprocessing
 import platform
 import statistics
@@ -73,6 +74,23 @@ def alternate(rounds: int, *calls: Callable[[], Any]) -> list[float]:
             if number:
                 times.append(time.perf_counter() - began)
     return [statistics.median(times) for times in seconds]
+
+
+def seconds_of(run: Callable[[], Any], least: float = 0.2, groups: int = 3) -> float:
+    """Median seconds of a call, in groups of calls that take at least `least` seconds."""
+    import jax
+
+    def of(calls: int) -> float:
+        begin = time.perf_counter()
+        found = None
+        for _ in range(calls):
+            found = run()
+        jax.block_until_ready(found)
+        return (time.perf_counter() - begin) / calls
+
+    of(1)
+    calls = max(1, math.ceil(least / of(1)))
+    return statistics.median(of(calls) for _ in range(groups))
 
 
 class Worker:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("attack", ["flips", "inputs", "ends", "kills"])
+@pytest.mark.parametrize("attack", ["flips", "inputs", "kills"])
 def test_nothing_gets_past_the_programs(attack):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.attacks", attack, "--quick"],
