@@ -108,3 +108,17 @@ def test_the_expected_loss_of_sdtt_is_that_of_its_formula():
     assert float(found.sum / found.weight) == pytest.approx(wanted, abs=0.01)
     gradient = jax.jit(jax.grad(lambda params: run(params).sum))(STUDENT)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_a_hole_that_no_step_fills_is_taught_by_the_last_step():
+    """The teacher's vectors are its readout's input, so they give the law of the canvas."""
+    shown_BL = jnp.full((8, LENGTH), MASK)
+    # Only the first position is ever written: the draws of the others are not below the chance.
+    draws_BKL2 = jnp.full((8, 2, LENGTH, 2), 0.9).at[:, 0, 0, 0].set(0.1)
+    tokens_BL, hidden_BLD = walk(
+        NETWORK, PARAMS, shown_BL, jnp.full(8, LENGTH), jnp.full((8, 2), 0.5), draws_BKL2,
+        mask_id=MASK, banned_ids=BANNED,
+    )  # fmt: skip
+    assert (np.asarray(tokens_BL)[:, 1:] == MASK).all() and (tokens_BL[:, 0] != MASK).all()
+    expected_BLD = NETWORK.trunk(PARAMS, tokens_BL, jnp.full(8, LENGTH), None)[0]
+    np.testing.assert_array_equal(hidden_BLD[:, 1:], expected_BLD[:, 1:])

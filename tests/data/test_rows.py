@@ -91,6 +91,15 @@ def test_best_fit_fills_rows_and_ends_at_the_most_documents():
     assert rows.tolist() == [[1, -1, -1], [3, 0, -1], [2, 4, 5], [6, -1, -1]]
 
 
+def test_best_fit_takes_the_open_row_with_the_least_space():
+    """The row with more space keeps it for a document that fits nowhere else."""
+    rows = pack_rows(np.array([51, 48, 9, 7, 5]), seq_len=60, most=8)
+    assert [[number for number in row if number >= 0] for row in rows.tolist()] == [
+        [0, 2],
+        [1, 3, 4],
+    ]
+
+
 def test_a_row_read_alone_is_the_row_read_among_others(folder):
     documents = [("d", None, np.arange(n)) for n in (3, 20, 1, 8)]
     rows = _store(folder, documents, "pad")

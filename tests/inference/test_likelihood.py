@@ -93,6 +93,24 @@ def test_a_long_text_is_cut_into_windows_that_add_up():
     assert whole.tokens.tolist() == [80]
 
 
+def test_windows_without_a_start_token_score_every_token_but_the_first():
+    """A further window begins with the last token of the one before, which is given."""
+    shape = {"attention_type": "causal", "logit_alignment": "shifted"}
+    network = build(toy.config(vocab_size=TOKENIZER.vocab_size, **shape))
+    assert not network.predicts_first
+    model = dataclasses.replace(CAUSAL, network=network, params=toy.random_params(network))
+    text = ("The cat sat. A rat ran. " * 4)[:80]
+    whole = score(model, [text])
+    starts = range(0, 79, 31)
+    parts = score(
+        model,
+        [text[start + 1 : start + 32] for start in starts],
+        prompts=[text[start] for start in starts],
+    )
+    assert whole.tokens.tolist() == [79] == [parts.tokens.sum()]
+    np.testing.assert_allclose(whole.nats, [parts.nats.sum()], rtol=1e-5)
+
+
 def test_the_seed_decides_the_masks_and_the_batch_size_does_not_lose_rows():
     first, again, other = (score(MODEL, TEXTS, seed=seed).nats for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)

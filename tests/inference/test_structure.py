@@ -170,6 +170,21 @@ def test_tokens_that_are_a_part_of_a_character_are_letters_too():
     assert automaton.fewest_S[automaton.start] == 3
 
 
+class _TwoNames(CharacterTokenizer):
+    """The last letter is a second name of the first, as published files have "a" and <0x61>."""
+
+    def decode(self, ids):
+        return super().decode(np.where(np.asarray(ids) == 2, 0, ids))
+
+
+def test_all_ids_of_a_text_fit_where_the_text_fits():
+    tokenizer = _TwoNames("abc")
+    structures = Structures(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,), ())
+    automaton = structures.automaton("ab")
+    assert automaton.accepts([0, 1]) and automaton.accepts([2, 1])
+    assert not automaton.accepts([0, 2])
+
+
 def _known():
     return Structures(TOKENIZER, TOKENIZER.vocab_size, (TOKENIZER.eos_id,), TOKENIZER.banned_ids)
 
