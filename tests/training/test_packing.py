@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ import toy
 
 import dlm_jax.config as configs
 from dlm_jax.data import load_corpus
+from dlm_jax.distributed.partitions import axes_of, batch_sharding, shardings
 from dlm_jax.model.transformer import build
 from dlm_jax.training import problem
 
@@ -37,8 +39,8 @@ def _flags(**changes: object) -> dict[str, object]:
     return given | sizes | {"data__tokenizer": "byte"} | changes
 
 
-def _problem(tmp_path, **changes: object):
-    with tiny_run.on_devices(1):
+def _problem(tmp_path, devices: int = 1, **changes: object):
+    with tiny_run.on_devices(devices):
         flags = tiny_run.flags(tmp_path / "run", **_flags(**changes))
         return problem(configs.load(None, flags))
 
@@ -78,6 +80,28 @@ def test_loss_and_gradients_are_those_of_texts_in_rows_of_their_own(kind, tmp_pa
             jax.tree.leaves(gradient[name]), jax.tree.leaves(leaf), strict=True
         ):
             np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", [{"mesh__fsdp": 4}, {"mesh__data": 2, "mesh__tensor": 2}])
+@pytest.mark.parametrize("kind", ["full", "per row", "heads"])
+def test_loss_and_gradients_on_four_devices_are_those_on_one(kind, mesh, tmp_path):
+    alone = _problem(tmp_path, **KINDS[kind])
+    shared = _problem(tmp_path, devices=4, **mesh, **KINDS[kind])
+    params, batch = toy.random_params(alone.network), next(alone.batches())
+    assert (batch.length_B[:, 1] > 0).all()
+    loss, gradient = jax.jit(alone.gradient)(params, batch, jax.random.key(1))
+
+    places = shardings(params, axes_of(shared.network, params), shared.mesh)
+    rows = batch_sharding(shared.mesh, len(batch.length_B))
+    axis = "tensor" if "mesh__tensor" in mesh else "fsdp"
+    assert any(axis in str(place.spec) for place in jax.tree.leaves(places))
+    run = jax.jit(shared.gradient, in_shardings=(places, rows, None))
+    found, split = run(
+        jax.device_put(params, places), jax.device_put(batch, rows), jax.random.key(1)
+    )
+    assert len(found.sharding.device_set) == 4
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+    chex.assert_trees_all_close(split, gradient, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, {"logit_alignment": "shifted"}])
