@@ -979,7 +979,7 @@ def _typed(value: Any, one: Setting, shown: str, *, strict: bool = True) -> Any:
 def _check_known(name: str, known: Collection[str], unknown: str) -> None:
     """Raises ValueError, which begins with `unknown`, with where the name went, or the nearest."""
     if name not in known:
-        advice = renamed(name, SamplingParams.declared)
+        advice = renamed(name, SamplingParams.declared, known)
         advice = advice or f"did you mean {closest(name, known)!r}?"
         raise ValueError(f"{unknown} {name!r}; {advice}")
 

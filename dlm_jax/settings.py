@@ -16,7 +16,7 @@ import math
 import numbers
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
@@ -379,18 +379,24 @@ def closest(name: str, known: Any) -> str:
     return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
 
 
-def renamed(name: str, settings: Mapping[str, Setting]) -> str:
+def renamed(name: str, settings: Mapping[str, Setting], known: Collection[str] = ()) -> str:
     """Advice for a name that left the core (`moved`), or an alias or a preset's name of the
-    `settings`, which may be written as a flag or a dotted key; otherwise empty.
+    `settings`, which may be written as a flag or a dotted key; otherwise empty. The advice names a
+    setting as `known` does.
     """
-    name = re.split(r"\.|--", name)[-1].replace("-", "_")
+
+    def plain(name: str) -> str:
+        return re.split(r"\.|--", name)[-1].replace("-", "_")
+
+    name = plain(name)
     if advice := moved(name):
         return advice
     for setting in settings.values():
         if name == setting.name and setting.is_preset:
             return "a preset sets it: --preset, or a keyword in Python, or [sample] of a config"
         if name in setting.aliases:
-            return f"it is named {setting.name} here"
+            shown = (one for one in known if plain(one) == setting.name)
+            return f"it is named {next(shown, setting.name)} here"
     return ""
 
 

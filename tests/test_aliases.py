@@ -31,7 +31,7 @@ DOORS = {
     ("name", "told"),
     [
         ("ties", "a preset sets it: --preset"),
-        ("cfg_scale", "it is named guidance here"),
+        ("cfg_scale", "it is named {}guidance here"),
         ("temprature", "did you mean '{}temperature'?"),
     ],
 )
