@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ _IDLE = re.compile(
     r"|pretraining_tp|problem_type|residual_dropout|return_dict|rope_full_precision"
     r"|router_aux_loss_coef|sliding_window|torch_dtype|transformers_version|use_cache"
     # Fields of other programs.
-    r"|is_llama_config|transformers\.js_config|unsloth_\w+|\w+_version|_attn_implementation\w*"
+    r"|\w+_version|_attn_implementation\w*"
     r"|_commit_hash|_flash_attn_2_enabled|_name|attn_implementation|use_flash_attention(_2)?"
     r"|base_model\w*|finetuning_task|gradient_checkpointing|license|model_max_length|model_name"
     r"|prefix|sep_token_id|decoder_start_token_id|tags|task_specific_params|tf_legacy_loss"
@@ -44,6 +45,9 @@ _IDLE = re.compile(
     r"|suppress_tokens|begin_suppress_tokens|temperature|top_k|top_p|typical_p"
 )
 """Fields that do not affect the computation of a model, or that other code reads."""
+
+_UNKNOWN = re.compile(r"is_llama_config|transformers\.js_config|unsloth_\w+")
+"""Fields without a known meaning, which name no computation."""
 
 
 class FileFields:
@@ -92,11 +96,16 @@ class FileFields:
                 )
 
     def finish(self, idle: Iterable[str] = ()) -> None:
-        """Raises ValueError for an unread field that has a value and may have an effect."""
+        """Raises ValueError for an unread field that has a value and may have an effect, and warns
+        of unknown fields that name no computation.
+        """
         for name, value in self.unread.items():
+            path = self.within + name
             if _IDLE.fullmatch(name) or name in idle or value in (None, False, 0, "", [], {}):
                 continue
-            path = self.within + name
+            if _UNKNOWN.fullmatch(name):
+                warnings.warn(f"{self.where}: {path} is unknown and ignored", stacklevel=2)
+                continue
             raise self.refuse(
                 name,
                 value,

@@ -97,6 +97,15 @@ def test_an_id_of_minus_one_is_no_token(tmp_path):
     assert (tokenizer.pad_id, tokenizer.bos_id) == (tokenizer.eos_id, None)
 
 
+def test_a_byte_order_mark_changes_nothing(tmp_path):
+    directory = cases.write(tmp_path / "m", "qwen2")
+    expected = read_shape(directory)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        text = (directory / name).read_text(encoding="utf-8")
+        (directory / name).write_text(text, encoding="utf-8-sig")
+    assert read_shape(directory) == expected
+
+
 def test_a_causal_model_needs_no_mask(tmp_path):
     """Its vocabulary keeps its size, its numbers are right, and it generates and exports."""
     theirs = _theirs(tmp_path / "m", max_position_embeddings=32)
