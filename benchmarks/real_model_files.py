@@ -89,10 +89,10 @@ def write_model(source: Path, out: Path, *, layers: int, mask: str) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         if source.is_file():
-            dlm_jax.export(dlm_jax.load(source, dtype="float32"), folder)
-        config, tensors, tokenizer, template = _read_directory(
-            Path(folder) if source.is_file() else source
-        )
+            published = Path(folder) / "model"
+            dlm_jax.export(dlm_jax.load(source, dtype="float32"), published)
+            source = published
+        config, tensors, tokenizer, template = _read_directory(source)
     out.mkdir(parents=True)
     if layers:
         config["num_hidden_layers"] = layers

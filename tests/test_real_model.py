@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 pytest.importorskip("dlm_jax.contrib", reason="benchmarks measure it")
 
+import dlm_jax  # noqa: E402
 from benchmarks import real_model, real_model_files  # noqa: E402
 
 WIDTH, INNER, LAYERS, HEADS = 16, 24, 3, 2
@@ -129,6 +130,21 @@ def test_the_cut_model_has_its_first_layers_and_a_mask_that_text_does_not_use(pr
     made = tokenizers.Tokenizer.from_file(str(prepared / "model" / "tokenizer.json"))
     assert config["num_hidden_layers"] == 1
     assert config["mask_token_id"] == made.token_to_id("<|unused|>")
+
+
+def test_a_model_in_one_file_is_written_as_its_directory_is(given, tmp_path, monkeypatch):
+    """A GGUF file is loaded and exported on the way; here, loading it gives the directory."""
+    model, file = dlm_jax.load(given[1]), tmp_path / "model.gguf"
+    file.touch()
+    monkeypatch.setattr(dlm_jax, "load", lambda path, **options: model)
+    written = []
+    for source in (given[1], file):
+        out = tmp_path / f"from_{Path(source).name}"
+        real_model_files.write_model(Path(source), out, layers=1, mask="<|unused|>")
+        written.append(safetensors.numpy.load_file(out / "model.safetensors"))
+    assert written[0].keys() == written[1].keys()
+    for name, tensor in written[0].items():
+        np.testing.assert_array_equal(tensor, written[1][name], err_msg=name)
 
 
 @pytest.mark.parametrize("num_bytes", [2**16 + 40, 2**16 + 1000])
