@@ -340,6 +340,8 @@ class _OfFile(_Base):
         self._unmarked = frozenset(map(self.token, self._specials)) - declared
         name = model.get("unk_token")
         self._unknown_id = model.get("unk_id") if name is None else names.get(name)
+        affixes = ("continuing_subword_prefix", "end_of_word_suffix")
+        self._affixes = [model.get(affix) or "" for affix in affixes]
         steps = json.dumps([data.get("pre_tokenizer"), data.get("normalizer")])
         has_bytes = '"ByteLevel"' in steps and _BYTE_OF.keys() - names.keys() <= _NEVER_NAMED
         self._may_lose = not (has_bytes or model.get("byte_fallback"))
@@ -388,23 +390,33 @@ class _OfFile(_Base):
         return ids
 
     def _refuse_lost(self, text: str, ids: np.ndarray, offsets: list[tuple[int, int]]) -> None:
-        """Raises ValueError for the first character of `text` that the model drops.
+        """Raises ValueError for the first character of `text` that a BPE without an unknown token
+        drops.
 
-        That is one that no token covers, other than white space and characters that the normalizer
-        removes, such as combining marks. Only a BPE without an unknown token drops characters.
+        Characters that the normalizer or the splitting removes, such as white space between words,
+        are not lost.
         """
+        del ids, offsets  # the offsets of the library are wrong after a lost character
         if self._unknown_id is not None:
             return
-        ends = np.array(offsets, np.int64).reshape(-1, 2)
-        change = np.bincount(ends[:, 0], minlength=len(text) + 1)
-        change -= np.bincount(ends[:, 1], minlength=len(text) + 1)
         normalizer = self._plain.normalizer
-        for position in np.flatnonzero(np.cumsum(change)[:-1] == 0):
-            character = text[position]
-            if normalizer is not None:
-                character = normalizer.normalize_str(character)
-            if character.strip():
-                _refuse(text, int(position))
+        shown = text if normalizer is None else normalizer.normalize_str(text)
+        lost = set(filter(self._is_lost, set(shown)))
+        for written in (text, shown):
+            if places := [written.index(character) for character in lost & set(written)]:
+                _refuse(written, min(places))
+
+    def _is_lost(self, character: str) -> bool:
+        splitter = self._plain.pre_tokenizer
+        pieces = [(character, ())] if splitter is None else splitter.pre_tokenize_str(character)
+        return any(not self._letters.issuperset(piece) for piece, _ in pieces)
+
+    @cached_property
+    def _letters(self) -> frozenset[str]:
+        """The characters and bytes that a BPE knows, among other names."""
+        start, end = self._affixes
+        names = {name.removeprefix(start).removesuffix(end) for name in self._vocabulary}
+        return frozenset(names.union(*self._added))
 
     def _refuse_specials(self, ids: np.ndarray, *more: int) -> None:
         """Raises ValueError for a special token or `more`, whose name can be a vocabulary word."""
@@ -639,17 +651,21 @@ class HubTokenizer(_OfFile):
         """The ids of `text` as in `encode_marked`, but each key of `quotes` stands for the
         characters of its value, which is the name of a token.
         """
-        parts = re.split(f"({'|'.join(map(re.escape, quotes))})", text)
-        ids = [
-            self._encode_name(quotes[part]) if part in quotes else self.encode_marked(part)
-            for part in parts
-        ]
-        return np.concatenate(ids)
-
-    def _encode_name(self, name: str) -> np.ndarray:
-        ids = _ids_of(_backend(self.content, self._unmarked | {name}), name)
-        self._refuse_specials(ids, *[id_ for id_ in [self.id_of(name)] if id_ is not None])
-        return ids
+        placeholder = pattern_of(frozenset(quotes))
+        backend = _backend(self.content, self._unmarked.union(quotes.values()))
+        refused = [id_ for id_ in map(self.id_of, quotes.values()) if id_ is not None]
+        markers = pattern_of(frozenset(self._added)).pattern if self._added else "$"
+        ids, before = [], ""
+        # Text between two markers is encoded as one, because some tokenizers begin it with a space.
+        for run in re.split(f"({markers})", text):
+            if not placeholder.search(run):
+                before += run
+                continue
+            plain = placeholder.sub(lambda found: quotes[found[0]], run)
+            ids += [self.encode_marked(before), _ids_of(backend, plain)]
+            self._refuse_specials(ids[-1], *refused)
+            before = ""
+        return np.concatenate([*ids, self.encode_marked(before)])
 
 
 def _added_in(data: Any) -> list[dict[str, Any]]:

@@ -219,6 +219,31 @@ def test_characters_the_file_has_no_ids_for_are_refused(make):
 
 
 @pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("a\tb\n", r"'\\t' \(U\+0009\) at position 1"),
+        ("ab\n", r"'\\n' \(U\+000A\) at position 2"),
+        ("ab\u00e9ab", r"'\\xe9' \(U\+00E9\) at position 2"),
+        ("\u00e9", r"'\\xe9' \(U\+00E9\) at position 0"),
+    ],
+)
+@pytest.mark.parametrize("splitter", [None, "Metaspace", "ByteLevel"])
+def test_the_character_that_a_bpe_drops_is_named(splitter, text, lost):
+    """The offsets of the library are wrong after such a character."""
+    vocab = {letter: id_ for id_, letter in enumerate("ab \u2581\u0120")}
+    data = {"model": {"type": "BPE", "vocab": vocab, "merges": []}}
+    given = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    if splitter == "Metaspace":
+        given = {"replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    if splitter:
+        data["pre_tokenizer"] = {"type": splitter} | given
+    tokenizer = SubwordTokenizer(json.dumps(data))
+    assert len(tokenizer.encode("a b")) == 3 + (splitter == "Metaspace")
+    with pytest.raises(ValueError, match=f"{lost} has no id"):
+        tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
     "content",
     [
         "",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import published_cases as cases
 import pytest
 import tokenizers
 
 import dlm_jax
+from dlm_jax.data import HubTokenizer
 from dlm_jax.hf import ChatTemplate
 
 
@@ -62,6 +65,33 @@ def test_only_the_template_writes_control_tokens(shape):
         whole = tokenizers.Tokenizer.from_str(other.content).encode(written).ids
         assert chat.ids(turns).tolist() == whole
         assert renamed.ids(turns).tolist() == whole
+
+
+def _sentence_piece() -> HubTokenizer:
+    """A tokenizer like that of Llama 2, which puts a space before each text between markers."""
+    letters = [chr(code) for code in range(0x21, 0x7F)]
+    vocab = {name: id_ for id_, name in enumerate(["<unk>", "\u2581", *letters])}
+    flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+    added = [{"id": len(vocab) + i, "content": name, "special": True} | flags
+             for i, name in enumerate(["<mask>", "<s>", "</s>"])]  # fmt: skip
+    steps = [
+        {"type": "Prepend", "prepend": "\u2581"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+    ]
+    data = {
+        "model": {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "<unk>"},
+        "added_tokens": added, "normalizer": {"type": "Sequence", "normalizers": steps},
+    }  # fmt: skip
+    first = len(vocab)
+    return HubTokenizer(json.dumps(data), first, first + 2, first + 2, first + 1)
+
+
+def test_no_space_is_put_beside_a_control_token_that_is_text():
+    source = "{{ '<s>[INST] ' + messages[0].content + ' [/INST]' }}"
+    turns = [{"role": "user", "content": "a</s>b</s></s> <s>"}]
+    chat = ChatTemplate(source, _sentence_piece())
+    written = chat.tokenizer.encode("[INST] a</s>b</s></s> <s> [/INST]")
+    assert chat.ids(turns).tolist() == [chat.tokenizer.bos_id, *written]
 
 
 def test_control_tokens_in_variables_of_a_template_are_text():
