@@ -92,6 +92,3 @@ def surest_first(params: Params, text: tuple[int, ...]) -> float:
         last = float(log_policy(params, after)[rest, text[rest]])
         total += math.exp(sum(log_p[i, drawn[i]] for i in range(LENGTH)) + last)
     return total
-
-
-REWARD = {text: float(1 + 2 * text[0] - text[1] * text[2] + 0.5 * text[2]) for text in TEXTS}

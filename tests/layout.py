@@ -42,19 +42,6 @@ def whole_activations(text: str, sizes: Sizes) -> list[str]:
     return _found(text, lambda shape: _holds(shape, sizes.rows, sizes.positions))
 
 
-def full_logits(text: str, sizes: Sizes) -> list[str]:
-    """Float arrays with the logits of all positions of a device, or more."""
-
-    def is_full(shape: Any) -> bool:
-        others = [size for size in shape.dims if size != sizes.vocabulary]
-        count = 1
-        for size in others:
-            count *= size
-        return len(others) < len(shape.dims) and count >= sizes.own_rows * sizes.positions
-
-    return _found(text, is_full)
-
-
 def moved_activations(text: str, sizes: Sizes) -> list[str]:
     """Collectives that move float arrays with the positions of rows."""
     names = (sizes.positions, sizes.positions * sizes.own_rows, sizes.positions * sizes.rows)

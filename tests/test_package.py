@@ -2,13 +2,11 @@
 
 import ast
 import importlib
-import inspect
 import pkgutil
 import re
 import subprocess
 import sys
 import tomllib
-import typing
 from pathlib import Path
 
 import pytest
@@ -71,42 +69,6 @@ def test_the_reference_lists_the_classes_of_the_rules_and_nothing_that_is_not_th
 def test_sampling_imports_nothing_that_writes_a_temporary_file():
     command = ["bash", "-c", f"ulimit -f 0; {sys.executable} -c 'import dlm_jax.cli.sample'"]
     subprocess.run(command, cwd=ROOT, check=True, stderr=subprocess.PIPE)
-
-
-def _functions(module):
-    """The functions and methods that a module itself defines."""
-    for value in vars(module).values():
-        if inspect.isclass(value) and value.__module__ == module.__name__:
-            yield from (one for one in vars(value).values() if inspect.isfunction(one))
-        elif inspect.isfunction(value):
-            yield value
-
-
-def _for_type_checkers(module):
-    """The names that a module imports for type checkers alone."""
-    tree, names = ast.parse(inspect.getsource(module)), {}
-    for node in tree.body:
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            lines = [one for one in node.body if isinstance(one, ast.Import | ast.ImportFrom)]
-            exec(compile(ast.Module(lines, []), module.__file__, "exec"), names)
-    return names
-
-
-ONLY_STUBS = {"_say_unraisable"}
-"""Functions with a type that only the stubs of the standard library define."""
-
-
-def test_the_types_of_every_function_exist():
-    checked = 0
-    for found in pkgutil.walk_packages(dlm_jax.__path__, "dlm_jax."):
-        module = importlib.import_module(found.name)
-        own = [f for f in _functions(module) if f.__code__.co_filename == module.__file__]
-        names = _for_type_checkers(module) if own else {}
-        for function in own:
-            if function.__name__ not in ONLY_STUBS:
-                typing.get_type_hints(function, localns=names)
-                checked += 1
-    assert checked > 1000
 
 
 def test_an_unknown_name_is_refused_by_the_package():

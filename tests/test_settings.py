@@ -8,7 +8,6 @@ import inspect
 import itertools
 import math
 import pkgutil
-import types
 from typing import Any
 
 import jax
@@ -252,29 +251,6 @@ def test_settings_of_ones_own_rules_are_checked_like_any():
         dlm_jax.generate(toy_model.MODEL, ["The "], own_count=2)
     _refused(f"order='leftmost' is not one of {', '.join(BUILT_IN.commit)}; "
              "did you mean 'left_to_right'?", order="leftmost")  # fmt: skip
-
-
-def test_a_rule_of_ones_own_is_obeyed_in_each_row_by_name_and_as_an_object():
-    prompts = ["The ", {"prompt": "A rat ", "own_count": 3}]
-    common = {"gen_length": 6, "steps": 8, "seed": 3}
-    named = dlm_jax.generate(
-        toy_model.MODEL, prompts, rules=[Leftmost], order="leftmost", own_count=2, **common
-    )
-    for row, count in enumerate((2, 3)):
-        start = len("The ") if row == 0 else len("A rat ")
-        steps = named.committed[row, start : named.lengths[row]]
-        assert steps.tolist() == (np.arange(steps.size) // count).tolist()
-    given = dlm_jax.generate(
-        toy_model.MODEL, ["The ", "A rat "], commit=Leftmost(np.array([2, 3])), **common
-    )
-    assert given.texts == named.texts
-    np.testing.assert_array_equal(given.committed, named.committed)
-    by_module = types.ModuleType(Leftmost.__module__)
-    by_module.Leftmost = Leftmost
-    again = dlm_jax.generate(
-        toy_model.MODEL, prompts, rules=by_module, order="leftmost", own_count=2, **common
-    )
-    assert again.texts == named.texts
 
 
 def test_what_is_static_is_named_by_its_setting():

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import commit_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from contrib import oracle
 from dlm_jax.contrib import decoders
-from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
+from dlm_jax.sampling.commit import DrawnTokens
 from dlm_jax.sampling.commit.commit_rule import log_odds_of, preferences
 from dlm_jax.sampling.commit.orders import linear_quota
 from dlm_jax.sampling.params import params_of
@@ -41,20 +42,13 @@ def _rule(order, **columns):
 
 
 def _context(is_hole, step=0, first=None):
-    is_hole_BL = jnp.asarray(is_hole)
-    ones_B = jnp.ones(ROWS, jnp.int32)
-    first_B = jnp.sum(is_hole_BL, axis=1) if first is None else jnp.asarray(first)
-    return CommitContext(
-        is_hole_BL, first_B, jnp.broadcast_to(jnp.asarray(step, jnp.int32), ROWS), STEPS * ones_B,
-        KEYS, ~is_hole_BL, None, preferences(KEYS, ones_B > 0, LENGTH),
-    )  # fmt: skip
+    lower = preferences(KEYS, jnp.ones(ROWS, bool), LENGTH)
+    return commit_cases.context(is_hole, first=first, step=step, steps=STEPS, preference_BL=lower)
 
 
-@jax.jit
 def _select(rule, context, tokens_BL, confidence_BL, state=()):
-    zeros_BL = jnp.zeros_like(confidence_BL)
-    proposal = Proposal(tokens_BL, zeros_BL, zeros_BL, log_odds_of(confidence_BL))
-    return rule.eligible(state, context) & rule.select(state, context, proposal)[0]
+    proposed = commit_cases.proposal(log_odds_of(confidence_BL), tokens_BL)
+    return commit_cases.select(rule, context, proposed, state)
 
 
 @jax.jit
@@ -260,9 +254,8 @@ def test_cycles_of_slow_and_fast_steps():
     select = jax.jit(lambda *inputs: rule.select(*inputs))
     for step in range(LENGTH):
         sure = rng.random((ROWS, LENGTH)).astype(np.float32)
-        zeros = jnp.zeros_like(sure)
-        proposal = Proposal(jnp.asarray(TOKENS), zeros, zeros, log_odds_of(sure))
-        chosen, state = select(state, _context(left, step), proposal)
+        proposed = commit_cases.proposal(log_odds_of(sure), TOKENS)
+        chosen, state = select(state, _context(left, step), proposed)
         chosen = np.asarray(chosen)
         for row in range(ROWS):
             holes = np.flatnonzero(left[row]).tolist()

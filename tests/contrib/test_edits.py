@@ -5,9 +5,16 @@ import math
 
 import jax
 import numpy as np
-from edit_cases import LENGTH, MASK
 from oracles import edits as oracle
-from sampling.edits.test_rules import ROWS, _context, _random_batch, _row_of, _select
+from sampling.edits.test_rules import (
+    LENGTH,
+    MASK,
+    ROWS,
+    _context,
+    _random_batch,
+    _row_of,
+    _select,
+)
 
 from dlm_jax.contrib.edits import Lead, leads
 

@@ -12,7 +12,7 @@ from dlm_jax.objectives.objective import misprint
 ROWS, POSITIONS = 160, 40
 SHARES = np.array([0.0, 0.15, 0.45, 1.0], np.float32)
 
-_misprint = jax.jit(misprint)
+_misprint = jax.jit(misprint, static_argnames="kinds")
 
 
 class Rows(NamedTuple):
@@ -45,9 +45,11 @@ def _rows(seed: int = 0, *, lengths=(40, 33, 20, 6, 2, 1, 0), ratio=None) -> Row
     return Rows(tokens, length, given, is_free, ratios)
 
 
-def _printed(rows: Rows, key: int = 0):
+def _printed(rows: Rows, key: int = 0, **kinds: tuple[str, ...]):
     """Shown and true tokens of each row up to its new length."""
-    found = _misprint(jax.random.key(key), rows.tokens, rows.length, rows.is_free, rows.ratio)
+    found = _misprint(
+        jax.random.key(key), rows.tokens, rows.length, rows.is_free, rows.ratio, **kinds
+    )
     shown, true, length = map(np.asarray, found)
     assert (length <= POSITIONS).all()
     return [(s[:n].tolist(), t[:n].tolist()) for s, t, n in zip(shown, true, length, strict=True)]
@@ -134,14 +136,6 @@ def test_a_third_of_the_misprints_is_of_each_kind_and_half_of_the_stray_ones_dou
     assert np.mean(doubles) == pytest.approx(0.5 + 0.5 / 24, abs=0.04)
 
 
-def _printed_as(rows: Rows, *kinds: str, key: int = 0):
-    found = misprint(
-        jax.random.key(key), rows.tokens, rows.length, rows.is_free, rows.ratio, kinds=kinds
-    )
-    shown, true, length = map(np.asarray, found)
-    return [(s[:n].tolist(), t[:n].tolist()) for s, t, n in zip(shown, true, length, strict=True)]
-
-
 def _lone(rows: Rows, printed, row: int) -> list[int] | None:
     """Clean places of what is shown, where the row is long enough and fits."""
     clean = rows.tokens[row, : rows.length[row]].tolist()
@@ -153,14 +147,15 @@ def _lone(rows: Rows, printed, row: int) -> list[int] | None:
 
 def test_the_usual_kinds_are_those_of_before_in_any_way_of_asking():
     rows = _rows(8)
-    assert _printed_as(rows, "missing", "wrong", "stray") == _printed(rows)
-    assert _printed_as(rows, "missing", "wrong", "stray", "transposed") != _printed(rows)
+    usual = ("missing", "wrong", "stray")
+    assert _printed(rows, kinds=usual) == _printed(rows)
+    assert _printed(rows, kinds=(*usual, "transposed")) != _printed(rows)
 
 
 def test_transposed_tokens_change_places_and_each_is_due_where_it_belongs():
     rows = _rows(9, ratio=0.2)
     swaps = 0
-    for row, (shown, true) in enumerate(printed := _printed_as(rows, "transposed")):
+    for row, (shown, true) in enumerate(printed := _printed(rows, kinds=("transposed",))):
         clean = rows.tokens[row, : rows.length[row]].tolist()
         assert true == clean
         moved = [place for place in range(len(clean)) if shown[place] != clean[place]]
@@ -173,7 +168,7 @@ def test_transposed_tokens_change_places_and_each_is_due_where_it_belongs():
     assert swaps > ROWS and len(printed) == ROWS
     # A token that is hit changes places with the next one unless that is hit or given, too.
     rows = _rows(9, lengths=(40,), ratio=0.2)._replace(is_free=np.ones((ROWS, POSITIONS), bool))
-    moved = sum(s != t for shown, true in _printed_as(rows, "transposed")
+    moved = sum(s != t for shown, true in _printed(rows, kinds=("transposed",))
                 for s, t in zip(shown, true, strict=True))  # fmt: skip
     assert moved / (2 * ROWS * (POSITIONS - 1)) == pytest.approx(0.2 * 0.8, rel=0.1)
 
@@ -181,7 +176,7 @@ def test_transposed_tokens_change_places_and_each_is_due_where_it_belongs():
 def test_two_missing_tokens_leave_the_first_of_them_due():
     rows = _rows(10, ratio=0.1)
     seen = 0
-    printed = _printed_as(rows, "missing_pair")
+    printed = _printed(rows, kinds=("missing_pair",))
     for row, (_, true) in enumerate(printed):
         places = _lone(rows, printed, row)
         clean = rows.tokens[row, : rows.length[row]].tolist()
@@ -198,7 +193,7 @@ def test_two_missing_tokens_leave_the_first_of_them_due():
 def test_two_wrong_tokens_stand_side_by_side_and_nothing_moves():
     rows = _rows(11, lengths=(40,), ratio=0.1)
     runs = []
-    for shown, true in _printed_as(rows, "wrong_pair"):
+    for shown, true in _printed(rows, kinds=("wrong_pair",)):
         assert len(shown) == len(true)
         wrong = "".join("x" if s != t else " " for s, t in zip(shown, true, strict=True))
         runs += [len(run) for run in wrong.split()]
@@ -209,7 +204,7 @@ def test_two_wrong_tokens_stand_side_by_side_and_nothing_moves():
 def test_two_stray_tokens_stand_in_front_of_what_is_due_at_both_and_half_double_two():
     rows = _rows(12, lengths=(30,), ratio=0.05)
     doubles, seen = 0, 0
-    for row, (shown, true) in enumerate(_printed_as(rows, "stray_pair")):
+    for row, (shown, true) in enumerate(_printed(rows, kinds=("stray_pair",))):
         clean = rows.tokens[row, : rows.length[row]].tolist()
         due = [clean.index(token) for token in true]
         assert shown[-1] == clean[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,8 +18,6 @@ LogitsFn = Callable[[np.ndarray], np.ndarray]
 
 def quota(holes: int, steps_left: int) -> int:
     """Positions to commit in this step: `ceil(holes / steps_left)`, all of them in the last."""
-    if steps_left < 1:
-        raise ValueError(f"steps_left={steps_left} must be at least 1")
     return -(-holes // steps_left)
 
 
@@ -59,24 +57,6 @@ def count_of_ratio(ratio: float, n: int) -> int:
     return math.floor(ratio * n + 1e-3)
 
 
-def banned_ids(
-    *,
-    mask_id: int,
-    pad_id: int | None = None,
-    bos_id: int | None = None,
-    eos_ids: Iterable[int] = (),
-    undecodable: Iterable[int] = (),
-    ignore_eos: bool = False,
-) -> set[int]:
-    """Ids that are never proposed: MASK always; PAD, BOS and undecodable ones unless they end text.
-
-    With `ignore_eos` the ids that end generation are banned as well.
-    """
-    ends = set(eos_ids)
-    special = {i for i in (pad_id, bos_id) if i is not None} | set(undecodable)
-    return {mask_id} | (special | ends if ignore_eos else special - ends)
-
-
 def most_confident(scores: dict[int, float], k: int) -> list[int]:
     """The k positions with the highest score, best first, ties to the lower position."""
     return sorted(scores, key=lambda position: (-scores[position], position))[:k]
@@ -101,10 +81,9 @@ def score(clean_logits_V: np.ndarray, token: int, order: str, confidence: str = 
         return float(p[token] if confidence == "sampled" else p.max())
     if order == "entropy":
         return float(sum(q * math.log(q) for q in p if q > 0))
-    if order == "margin":
-        ranked = sorted(p.tolist(), reverse=True)
-        return ranked[0] - ranked[1] if len(ranked) > 1 else ranked[0]
-    raise ValueError(f"order={order!r} is unknown; use low_confidence, entropy or margin")
+    assert order == "margin"
+    ranked = sorted(p.tolist(), reverse=True)
+    return ranked[0] - ranked[1] if len(ranked) > 1 else ranked[0]
 
 
 def greedy_token(logits_V: np.ndarray, banned: set[int]) -> int:
@@ -122,8 +101,7 @@ def blocks(frozen: Sequence[bool], length: int, block_length: int | None) -> lis
 
 def split_steps(steps: int, parts: int) -> list[int]:
     """`steps` over `parts` blocks, the remainder on the first ones; at least one step each."""
-    if steps < parts:
-        raise ValueError(f"steps={steps} is less than the {parts} blocks that hold holes")
+    assert steps >= parts
     return [steps // parts + (i < steps % parts) for i in range(parts)]
 
 
@@ -182,10 +160,8 @@ def denoise(
                 break
             if schedule == "linear":
                 k = quota(len(holes), budget - step + 1)
-            elif schedule == "cosine":
-                k = cosine_quota(total, len(holes), step, budget)
             else:
-                raise ValueError(f"schedule={schedule!r} is unknown; use linear or cosine")
+                k = cosine_quota(total, len(holes), step, budget)
             _commit_step(logits_fn, trace, holes, k, banned, order, confidence)
             trace.blocks.append(index)
     return trace

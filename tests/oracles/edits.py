@@ -52,6 +52,7 @@ class Params:
 
     insert_ratio: float = 0.0
     delete_ratio: float = 0.0
+    insert_margin: float = 0.0
     delete_margin: float = 0.02
     delete_lambda: float = 0.3
     cooldown: int = 1
@@ -59,17 +60,6 @@ class Params:
     targets_length: bool = False
     capacity: int = 1 << 30
     target: int = 0
-
-
-class Scores(NamedTuple):
-    """Lists with one entry per live position."""
-
-    uncertainty: list[float]
-    """`1 - p` of the token itself; 0 where frozen or a hole."""
-    gap: list[float]
-    """Entry i is for the gap between i-1 and i; entry 0 is no gap and 0."""
-    deletion: list[float]
-    """The formula, also at positions that `select` protects."""
 
 
 class Choice(NamedTuple):
@@ -110,8 +100,6 @@ class _Term(NamedTuple):
 
 def ratio_at(start: float, end: float, step: int, steps: int, schedule: str) -> float:
     """The ratio at `step` (from 0) of `steps`: `start` first (and if only), `end` last."""
-    if schedule not in ("linear", "cosine"):
-        raise ValueError(f"schedule={schedule!r} is unknown; use linear or cosine")
     t = step / (steps - 1) if steps > 1 else 0.0
     if schedule == "linear":
         return start + (end - start) * t
@@ -153,11 +141,14 @@ def _term(row: Sequence[Cell], own: Sequence[float], right: Sequence[float], i: 
     return _Term(0.0, -math.inf if b <= a and margin >= 0 else signed)
 
 
-def _gap_candidate(row: Sequence[Cell], own: Sequence[float], i: int, mask: int) -> _Candidate:
+def _gap_candidate(
+    row: Sequence[Cell], own: Sequence[float], i: int, margin: float, mask: int
+) -> _Candidate:
+    """The gap between i-1 and i: `1 - p` of its less certain side, less the margin."""
     sides = [float(own[j]) for j in (i - 1, i) if _is_scored(row[j], mask)]
     if not sides or min(sides) >= 0:
-        return _Candidate(i, 0.0, -math.inf, ())
-    score = 1 - math.exp(min(sides))
+        return _Candidate(i, -margin, -math.inf, ())
+    score = 1 - math.exp(min(sides)) - margin
     return _Candidate(i, score, score, (min(sides),))
 
 
@@ -172,29 +163,6 @@ def _deletion_candidate(row: Sequence[Cell], own: Sequence[float], right: Sequen
     weighted = params.delete_lambda * second.signed if second.signed > -math.inf else -math.inf
     signed = score if score > 0 else max(first.signed, weighted)
     return _Candidate(i, score, signed, first.inputs + second.inputs)
-
-
-def scores(
-    row: Sequence[Cell],
-    own_logp: Sequence[float],
-    right_logp: Sequence[float],
-    *,
-    mask: int,
-    margin: float = 0.02,
-    lam: float = 0.3,
-) -> Scores:
-    """Uncertainty, gap and deletion scores; log p of each token, and of its right neighbour's.
-
-    Both log-probabilities are under the distribution at the position itself; entries at or beyond
-    the row's length are not read, nor is `right_logp` at its last position.
-    """
-    n, params = len(row), Params(delete_margin=margin, delete_lambda=lam)
-    return Scores(
-        [max(0.0, 1 - math.exp(float(own_logp[i]))) if _is_scored(row[i], mask) else 0.0
-         for i in range(n)],
-        [_gap_candidate(row, own_logp, i, mask).score if i else 0.0 for i in range(n)],
-        [_deletion_candidate(row, own_logp, right_logp, i, params, mask).score for i in range(n)],
-    )  # fmt: skip
 
 
 def is_protected(row: Sequence[Cell], i: int, *, mask: int, space: int | None) -> bool:
@@ -240,9 +208,10 @@ def select(
     mask: int,
     space: int | None,
 ) -> Choice:
-    """The edits of one step, all chosen on this one snapshot; see `scores` for the arguments.
+    """The edits of one step, all chosen on this one snapshot.
 
-    `space` is None where the vocabulary has none: then no token is protected as a space.
+    Takes log p of each token, and of its right neighbour, under the distribution at the position
+    itself. `space` is None where the vocabulary has none: then no token is protected as a space.
     """
     n_unfrozen = sum(not cell.frozen for cell in row)
     k_insert, insert_margin = _budget(params.insert_ratio, n_unfrozen)
@@ -258,7 +227,7 @@ def select(
         found, worth, k_delete + shrink, shrink, params.delete_lambda
     )
     legal = [i for i in free if i > 0 and not (row[i - 1].frozen and row[i].frozen)]
-    gaps = [_gap_candidate(row, own_logp, i, mask) for i in legal]
+    gaps = [_gap_candidate(row, own_logp, i, params.insert_margin, mask) for i in legal]
     scored: _Worth = {c.position: (c.score, c.inputs) for c in gaps}
     wanted, wanted_closest = _best_or_due(gaps, scored, k_insert + grow, grow, 0.0)
     inserts, insert_closest = wanted, wanted_closest
@@ -327,12 +296,10 @@ def apply(
 
     Names are indices before any edit: an insertion of name i goes just before the token at i, or
     at the end where i is the length. With a `capacity` the rightmost unfrozen tokens beyond it are
-    trimmed; ValueError where all that is left is frozen. Origins are renumbered first.
+    trimmed. Origins are renumbered first.
     """
     cells = [replace(cell, mark=False, origin=i) for i, cell in enumerate(row)]
     for name in sorted(set(inserts), reverse=True):
-        if not 0 <= name <= len(row):
-            raise ValueError(f"insert {name} is outside the row; use 0 to {len(row)}")
         cells.insert(name, Cell(token, inserted=True, mark=True))
     for name in sorted(set(deletes)):
         place = [cell.origin for cell in cells].index(name)
@@ -342,8 +309,6 @@ def apply(
     trimmed = 0
     while capacity is not None and len(cells) > capacity:
         unfrozen = [i for i, cell in enumerate(cells) if not cell.frozen]
-        if not unfrozen:
-            raise ValueError(f"capacity={capacity} is below {len(cells)} frozen tokens; raise it")
         del cells[unfrozen[-1]]
         trimmed += 1
     return Edited(cells, trimmed)

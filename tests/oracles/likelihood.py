@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -23,8 +23,6 @@ class Conditionals:
     def __init__(self, logits_fn: LogitsFn, tokens: Sequence[int], mask_id: int):
         """Of the row `tokens` [L], which must not hold MASK itself."""
         self._logits_fn, self._tokens, self._mask_id = logits_fn, np.array(tokens), mask_id
-        if (self._tokens == mask_id).any():
-            raise ValueError(f"tokens hold mask_id={mask_id}; give the clean row")
         self._cache: dict[frozenset[int], np.ndarray] = {}
 
     def log_prob(self, position: int, revealed: Collection[int]) -> float:
@@ -63,32 +61,6 @@ def elbo_by_orders(
     """The bound: mean over all orders of the sum of `-log p(x_i | revealed so far)`."""
     totals = order_log_probs(logits_fn, tokens, mask_id=mask_id, given=given)
     return -math.fsum(totals) / len(totals)
-
-
-def elbo_by_mask_sets(
-    logits_fn: LogitsFn, tokens: Sequence[int], *, mask_id: int, given: Collection[int] = ()
-) -> float:
-    """The same bound, summed over mask sets: for each size k, the mean over sets M of size k of
-    `1/k * sum over M of -log p(x_i | the rest)`.
-
-    This is what the continuous-time objective estimates: integrating the weight 1/t over the
-    masking rate t of a linear schedule gives each set of size k out of n the weight
-    `1 / (k * binomial(n, k))`.
-    """
-    conditionals = Conditionals(logits_fn, tokens, mask_id)
-    everything = set(range(len(tokens)))
-    hidden = [i for i in range(len(tokens)) if i not in given]
-    total = 0.0
-    for size, masked in _subsets(hidden):
-        loss = -sum(conditionals.log_prob(i, everything - set(masked)) for i in masked)
-        total += loss / (size * math.comb(len(hidden), size))
-    return total
-
-
-def _subsets(positions: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    for size in range(1, len(positions) + 1):
-        for subset in itertools.combinations(positions, size):
-            yield size, subset
 
 
 def true_nll(

@@ -9,12 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-
-Marginals = Callable[[float], tuple[float, float, float]]
-"""Level to (alpha, MASK, text of all noise ids)."""
 
 
 def masked(v: float) -> tuple[float, float, float]:

@@ -112,8 +112,6 @@ def penalties(
 ) -> Logits:
     """Repetition, then frequency and presence penalties over the newest `last_n` of `context`."""
     x = as_logits(x)
-    if not repetition > 0:
-        raise ValueError(f"repetition={repetition} must be > 0; 1.0 is off")
     recent = newest(context, last_n)
     for token in set(recent):
         x[token] = x[token] / repetition if x[token] > 0 else x[token] * repetition
@@ -150,17 +148,14 @@ def dry(
     multiplier: float,
     base: float = 1.75,
     allowed_length: int = 2,
-    last_n: int = -1,
     breakers: Iterable[int] = (),
 ) -> Logits:
-    """DRY over `run`, the visible tokens that end just left of the hole; `last_n` cuts the run.
+    """DRY over `run`, the visible tokens that end just left of the hole.
 
     The exponent is clamped so that `base ** exponent` fits float32.
     """
     x = as_logits(x)
-    if allowed_length < 1:
-        raise ValueError(f"allowed_length={allowed_length} must be at least 1")
-    for token, size in dry_matches(newest(run, last_n), breakers).items():
+    for token, size in dry_matches(run, breakers).items():
         if multiplier != 0 and size >= allowed_length:
             exponent = float(size - allowed_length)
             if base > 1:
@@ -172,8 +167,6 @@ def dry(
 def temperature(x: object, value: float) -> Logits:
     """`x / value`; at 0 only the greedy token is left."""
     x = as_logits(x)
-    if value < 0:
-        raise ValueError(f"temperature={value} is negative; 0 is greedy")
     return keep_only(x, [greedy(x)]) if value == 0 else x / value
 
 
@@ -236,9 +229,7 @@ def typical_p(x: object, q: float, *, min_keep: int = 1) -> Logits:
 def top_p(x: object, q: float, *, min_keep: int = 1) -> Logits:
     """Keeps the smallest most probable set of mass >= q: removes where `cumulative - own >= q`."""
     x = as_logits(x)
-    if not 0 < q <= 1:
-        raise ValueError(f"top_p={q} is not in (0, 1]; 1.0 is off")
-    if q == 1:
+    if q >= 1:
         return x
     p, order, kept, before = distribution(x), ranked(x), [], 0.0
     for token in order:

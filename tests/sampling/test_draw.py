@@ -9,6 +9,7 @@ import pytest
 import transform_cases as tc
 
 from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling.positions import place_of_largest
 
 SIZES = (1, 2, 40, 2503)
 
@@ -134,3 +135,26 @@ def test_log_prob_is_that_of_the_softmax_and_not_finite_where_the_logits_are_not
     x[0, 3], x[1, 3], x[2] = np.nan, np.inf, -np.inf
     out = np.asarray(drawing.log_prob(jnp.asarray(x), jnp.zeros(4, jnp.int32)))
     np.testing.assert_array_equal(np.isfinite(out), [False, False, False, True])
+
+
+_FLOATS = np.array(
+    [
+        [1.0, 3.0, 3.0, -2.0],
+        [-np.inf, -np.inf, -np.inf, -np.inf],
+        [np.inf, 1.0, np.inf, 0.0],
+        [5.0, np.nan, 7.0, np.nan],
+        [-0.0, 0.0, -0.0, 0.0],
+        [-np.inf, -np.inf, -3.0, -np.inf],
+    ],
+    np.float32,
+)
+
+
+@pytest.mark.parametrize("x", [_FLOATS, _FLOATS > 2, np.zeros((2, 3), bool), np.ones((2, 3), bool)])
+def test_the_place_of_the_largest_value_is_that_of_numpy(x):
+    jitted = jax.jit(place_of_largest, static_argnums=1)
+    for axis in range(x.ndim):
+        ours = jitted(jnp.asarray(x), axis)
+        assert ours.dtype == jnp.int32
+        np.testing.assert_array_equal(ours, np.argmax(x, axis=axis))
+    np.testing.assert_array_equal(jax.vmap(place_of_largest)(jnp.asarray(x)), np.argmax(x, axis=1))

@@ -67,9 +67,10 @@ def test_forwards_are_the_calls_of_the_trunk_and_a_scale_of_zero_calls_it_once_a
 
     network = dataclasses.replace(inner, trunk=trunk)
     advance = Advance(canvases.program(network, is_guided=True))
-    for scale, expected in ((0.0, 3), (1.0, 6)):
+    for scale, times in ((0.0, 1), (1.0, 2)):
         calls.clear()
-        rows = [Row(holes(6, 1), steps=3, guidance=scale)] + [None] * (ROWS - 1)
-        (result, *_) = canvases.run(rows, canvases.RANDOM, advance=advance)
+        rows = [Row(holes(6, 1), steps=steps, guidance=scale) for steps in (3, 5)]
+        short, long, *_ = canvases.run([*rows, *[None] * 6], canvases.RANDOM, advance=advance)
         jax.effects_barrier()
-        assert len(calls) == result.forwards == expected
+        assert (short.forwards, long.forwards) == (3 * times, 5 * times)
+        assert len(calls) == 5 * times, "the loop ends with the last row"

@@ -112,6 +112,11 @@ def test_given_tokens_stay_rows_end_filled_and_banned_ids_stay_out(name):
     given = np.asarray(before.canvas.tokens_BL).copy()
     state = _advance(name)(_params(name), before, FOREVER)
     still = np.asarray(state.canvas.frozen_BL)
+    # Given positions and those behind the row.
+    assert (np.asarray(state.committed_BL)[still] == -1).all()
+    assert (np.asarray(state.logprob_BL)[still] == 0).all()
+    is_behind = np.arange(still.shape[1]) >= np.asarray(state.canvas.length_B)[:, None]
+    assert (np.asarray(state.canvas.tokens_BL)[is_behind] == toy.PAD).all()
     for slot, ((row, sample), result) in enumerate(
         zip(slots, canvases.results(state), strict=True)
     ):
@@ -165,6 +170,10 @@ def test_no_setting_of_a_row_compiles_again(name):
     before = len(advance.compiled), advance._jitted._cache_size()
     for seed in (1, 2):
         _run(name, _slots(name, seed))
+    few = rule_cases.make_state(name, [*_slots(name)[:2], *[None] * (ROWS - 2)])
+    params = _params(name)
+    other = params | {"model": jax.tree.map(lambda leaf: 2 * leaf, params["model"])}
+    advance(params, advance(other, few, 1), 2)
     assert (len(advance.compiled), advance._jitted._cache_size()) == before
 
 

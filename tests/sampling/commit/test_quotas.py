@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commit_cases import context, proposal, select
 from oracles import commit as oracle
 
 from dlm_jax.config import SamplingParams
-from dlm_jax.sampling.commit import COMMIT_RULES, CommitContext, Proposal, RandomOrder, most
+from dlm_jax.sampling.commit import COMMIT_RULES, RandomOrder, most
 from dlm_jax.sampling.commit.commit_rule import preferences
 from dlm_jax.sampling.commit.orders import QUOTAS, QuotaRule, linear_quota
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
@@ -20,20 +21,6 @@ ORDERS = {name: cls for name, cls in COMMIT_RULES.items() if issubclass(cls, Quo
 
 _most = jax.jit(most)
 _eligible = jax.jit(lambda context: RandomOrder(linear_quota).eligible((), context))
-
-
-def _context(is_hole_BL, *, first=None, step=0, steps=1, seeds=None) -> CommitContext:
-    is_hole_BL = jnp.asarray(is_hole_BL)
-    rows = is_hole_BL.shape[0]
-    seeds = np.arange(rows) if seeds is None else seeds
-    return CommitContext(
-        is_hole_BL=is_hole_BL,
-        first_holes_B=jnp.sum(is_hole_BL, axis=1) if first is None else jnp.asarray(first),
-        step_B=jnp.broadcast_to(jnp.asarray(step, jnp.int32), rows),
-        steps_B=jnp.broadcast_to(jnp.asarray(steps, jnp.int32), rows),
-        key_B=jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32)),
-        is_token_BL=~is_hole_BL,
-    )
 
 
 def _rule(order, quota, rows):
@@ -48,7 +35,7 @@ def _counts(name, first, steps):
     holes, counts = first.copy(), []
     for step in range(MAX_STEPS):
         is_hole_BL = np.arange(MAX_HOLES)[None] < holes[:, None]
-        count = np.asarray(quota(_context(is_hole_BL, first=first, step=step, steps=steps)))
+        count = np.asarray(quota(context(is_hole_BL, first=first, step=step, steps=steps)))
         count = np.where(step < steps, count, 0)
         counts.append(count)
         holes = holes - count
@@ -83,7 +70,7 @@ def test_quota_equals_the_oracle_for_every_number_of_holes_and_steps(name):
 
 def test_linear_quota_spreads_what_is_left_when_a_step_committed_more_than_its_share():
     is_hole_BL = np.arange(10)[None] < np.array([[4], [1], [0]])
-    count = jax.jit(linear_quota)(_context(is_hole_BL, first=[10, 10, 10], step=1, steps=4))
+    count = jax.jit(linear_quota)(context(is_hole_BL, first=[10, 10, 10], step=1, steps=4))
     assert count.tolist() == [2, 1, 0]
 
 
@@ -142,7 +129,7 @@ def test_random_order_takes_every_set_of_holes_equally_often():
     rows, holes = 20_000, [1, 2, 4, 5]
     is_hole_BL = np.zeros((rows, 6), bool)
     is_hole_BL[:, holes] = True
-    chosen = np.asarray(_eligible(_context(is_hole_BL, steps=2)))
+    chosen = np.asarray(_eligible(context(is_hole_BL, steps=2)))
     counts = collections.Counter(map(tuple, (np.flatnonzero(row).tolist() for row in chosen)))
     sets = list(itertools.combinations(holes, 2))
     assert set(counts) == set(sets)
@@ -157,15 +144,8 @@ def test_rule_commits_exactly_its_quota_of_holes(order, quota):
     rule = _rule(order, quota, 12)
     rng = np.random.default_rng(3)
     is_hole_BL = rng.random((12, 20)) < 0.6
-    context = _context(is_hole_BL, step=1, steps=4)
-
-    @jax.jit
-    def choose(context):
-        confidence_BL = jnp.ones(context.is_hole_BL.shape, jnp.float32)
-        proposal = Proposal(confidence_BL.astype(jnp.int32), *(3 * (confidence_BL,)))
-        chosen = rule.eligible((), context) & rule.select((), context, proposal)[0]
-        return chosen, rule.quota(context)
-
-    chosen, count = map(np.asarray, choose(context))
+    now = context(is_hole_BL, step=1, steps=4)
+    chosen = np.asarray(select(rule, now, proposal(np.ones(is_hole_BL.shape, np.float32))))
+    count = np.asarray(rule.quota(now))
     assert not (chosen & ~is_hole_BL).any()
     assert chosen.sum(1).tolist() == count.tolist()

@@ -12,6 +12,7 @@ import pytest
 import toy
 import toy_model
 from canvases import POSITIONS, ROWS, Row
+from oracles.edits import ratio_at
 
 from dlm_jax.config import SamplingParams
 from dlm_jax.inference.request import make_requests
@@ -82,13 +83,6 @@ def _may_be_hit(row: Row | None) -> np.ndarray:
     return is_open & (place < first + (row.block_length or POSITIONS))
 
 
-def _share(start, end, step, steps):
-    if steps == 1:
-        return start
-    t = min(step / (steps - 1), 1)
-    return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
-
-
 def test_a_step_writes_over_the_scheduled_share_of_the_tokens_in_its_block():
     rows, rng = _rows(), np.random.default_rng(1)
     rows[3] = dataclasses.replace(rows[3], steps=1, block_length=0)
@@ -104,7 +98,8 @@ def test_a_step_writes_over_the_scheduled_share_of_the_tokens_in_its_block():
             is_token = may & (old[index] != toy.MASK)
             assert not (hits[index] & ~is_token).any()
             steps = 1 if row is None else row.steps
-            share = _share(float(start[index]), float(end[index]), step, steps)
+            at = min(step, steps - 1), steps, "cosine"
+            share = ratio_at(float(start[index]), float(end[index]), *at)
             wanted = math.floor(share * is_token.sum() + 1e-3)
             assert hits[index].sum() == wanted
             some += 0 < wanted < is_token.sum()

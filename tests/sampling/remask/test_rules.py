@@ -3,6 +3,7 @@
 import dataclasses
 
 import canvases
+import commit_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from oracles import rules
 
 import dlm_jax
 from dlm_jax.objectives.corruption import SCHEDULES
-from dlm_jax.sampling.commit import Ancestral, CommitContext, RandomFilled, uniform
+from dlm_jax.sampling.commit import Ancestral, RandomFilled, uniform
 from dlm_jax.sampling.mask_step import step as one_step
 from dlm_jax.sampling.remask import RemaskContext, Scheduled, ScheduledThreshold
 from dlm_jax.settings import pytree
@@ -27,11 +28,8 @@ KEYS = jax.vmap(jax.random.key)
 
 
 def _step(step, steps, is_hole=None):
-    rows = len(step)
-    is_hole = np.zeros((rows, LENGTH), bool) if is_hole is None else is_hole
-    as_int = [jnp.asarray(x, jnp.int32) for x in (is_hole.sum(1), step, steps)]
-    is_hole_BL = jnp.asarray(is_hole)
-    return CommitContext(is_hole_BL, *as_int, KEYS(jnp.arange(rows)), ~is_hole_BL)
+    is_hole = np.zeros((len(step), LENGTH), bool) if is_hole is None else is_hole
+    return commit_cases.context(is_hole, step=step, steps=steps)
 
 
 def _context(step, is_open, is_fresh, probability, num_free):
