@@ -145,7 +145,7 @@ def write_rows(
         return jax.vmap(of_row)(old, new, place_N)
 
     def write(n: int | jax.Array, old: jax.Array) -> jax.Array:
-        start = [jnp.zeros((), jnp.int32)] * old.ndim
+        start: list[Any] = [jnp.zeros((), jnp.int32)] * old.ndim
         start[0], start[axis] = n if row_N is None else row_N[n], place_N[n]
         return jax.lax.dynamic_update_slice(old, jax.lax.dynamic_slice_in_dim(new, n, 1), start)
 
@@ -376,7 +376,7 @@ def window_attention(
       row_B: row of the cache of each row of the window; None means the same rows.
     """
     kernel = None if layer is None else _window_kernel(q_BWHK, cache[0], own_BGWK[0], seen)
-    if kernel is not None:
+    if kernel is not None and layer is not None:
         num_rows = q_BWHK.shape[0]
         row_B = jnp.arange(num_rows, dtype=jnp.int32) if row_B is None else row_B
         layer_B = jnp.full(num_rows, layer, jnp.int32)
