@@ -245,14 +245,14 @@ def measure_tasks(both: Both, limit: int | None, parts: Parts) -> dict[str, Any]
     """Results of tasks in lm-evaluation-harness, and the first result of ``hf`` where they differ
     by more than 1e-4 of its value.
     """
-    from dlm_jax.harness.lm import model_class
+    from dlm_jax.harness import lm
     from dlm_jax.harness.lm_eval import register
 
     register()
     harness: Any = importlib.import_module("lm_eval")
     make: Any = importlib.import_module("lm_eval.models.huggingface").HFLM
     models = {
-        "ours": lambda: model_class()(model=both.ours, temperature=0.0),
+        "ours": lambda: lm.DlmJax(model=both.ours, temperature=0.0),
         "hf": lambda: make(pretrained=both.theirs, tokenizer=both.tokenizer, batch_size=8),
     }
     tasks = ("dlm_jax_shakespeare_cloze", "dlm_jax_arithmetic_words", _last_lines())

@@ -10,7 +10,6 @@ depends only on the length of the request, also if the harness asks for batches 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import sys
@@ -54,34 +53,26 @@ def pair_of(
     canvas.
 
     Trailing spaces of the context are moved to the continuation, as in lm-evaluation-harness. `ids`
-    are those of a conversation.
+    are those of a conversation, whose answer is tokenised separately.
     """
-    encode = model.tokenizer.encode
+    encode, network = model.tokenizer.encode, model.network
     if ids is not None:
-        # The text after the template's header is tokenised separately.
-        return _fitted(model, ids, encode(continuation))
-    kept = context.rstrip()
-    continuation = context[len(kept) :] + continuation
-    given = encode(kept)
-    whole = encode(kept + continuation)
-    rest = whole[given.size :]
-    if not np.array_equal(whole[: given.size], given) or not rest.size:
-        rest = encode(continuation)
-    return _fitted(model, given, rest, model.prefix_ids)
-
-
-def _fitted(
-    model: Model, given: np.ndarray, rest: np.ndarray, prefix_ids: Sequence[int] = ()
-) -> Pair:
+        prefix, given, rest = np.zeros(0, np.int32), ids, encode(continuation)
+    else:
+        kept = context.rstrip()
+        continuation = context[len(kept) :] + continuation
+        prefix, given = np.array(model.prefix_ids, np.int32), encode(kept)
+        whole = encode(kept + continuation)
+        rest = whole[given.size :]
+        if not np.array_equal(whole[: given.size], given) or not rest.size:
+            rest = encode(continuation)
     if not rest.size:
         raise ValueError("the continuation has no tokens; pass some text")
-    prefix = np.array(prefix_ids, np.int32)
-    if not (prefix.size or given.size or model.network.predicts_first):
+    if not (prefix.size or given.size or network.predicts_first):
         prefix = _first_token(model)
     # A network that does not predict the first token does not read the last one.
-    room = model.max_length + (not model.network.predicts_first) - prefix.size - rest.size
-    least = 0 if prefix.size or model.network.predicts_first else 1
-    if room < least:
+    room = model.max_length + (not network.predicts_first) - prefix.size - rest.size
+    if room < (0 if prefix.size or network.predicts_first else 1):
         raise ValueError(
             f"continuation of {rest.size} tokens exceeds the model's canvas of {model.max_length}; "
             "use loglikelihood_rolling for whole texts"
@@ -104,12 +95,12 @@ def windows_of(model: Model, text: str) -> list[Pair]:
     if not model.network.predicts_first:
         ids, prefix, more = np.concatenate([_first_token(model), ids]), prefix[:0], 1
     size, count = model.max_length - prefix.size, ids.size - more
-    found = []
+    windows = []
     for first in range(0, count, size):
         begin = max(0, min(first, count - size))
         part = np.concatenate([prefix, ids[begin : begin + size + more]])
-        found.append(Pair(part, prefix.size + more + first - begin))
-    return found
+        windows.append(Pair(part, prefix.size + more + first - begin))
+    return windows
 
 
 def _first_token(model: Model) -> np.ndarray:
@@ -122,36 +113,27 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 """Names of the length argument, in lm-evaluation-harness's order of precedence."""
 
 
-class TextRequest(NamedTuple):
-    """A requested text.
+def request_of(
+    model: Model,
+    context: str,
+    given: Mapping[str, Any],
+    common: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    ids: np.ndarray | None = None,
+) -> tuple[Request | None, tuple[str, ...]]:
+    """A generation request of lm-evaluation-harness and its stop strings; None for an empty text.
 
-    Attributes:
-      ids: given tokens.
-      until: stop strings, which are excluded from the result.
-      length: maximum number of new tokens.
-      settings: settings of the row.
-    """
-
-    ids: np.ndarray
-    until: tuple[str, ...]
-    length: int
-    settings: Mapping[str, Any]
-
-
-def asked_of(
-    model: Model, context: str, given: Mapping[str, Any], *, ids: np.ndarray | None = None
-) -> TextRequest:
-    """Parses a generation request of lm-evaluation-harness. `ids` are those of a conversation.
-
-    ``do_sample=False``, the default, sets the temperature to 0. Other settings are passed by name.
-    The context is truncated on the left to fit the canvas.
+    ``do_sample=False``, the default, sets the temperature to 0. Other settings are passed by name,
+    and take precedence over those in `common`. The context is truncated on the left to fit the
+    canvas. `ids` are those of a conversation. The row's seed depends on the request and `seed`.
     """
     until = given.get("until") or ()
     until = (until,) if isinstance(until, str) else until
     if not isinstance(until, list | tuple) or not all(isinstance(text, str) for text in until):
         raise ValueError(f"until={until!r} is not a list of strings; use ['\\n']")
-    settings = {name: value for name, value in given.items() if value is not None}
-    settings.pop("until", None)
+    until = tuple(filter(None, until))
+    settings = {n: value for n, value in given.items() if value is not None and n != "until"}
     does_sample = settings.pop("do_sample", False)
     if not isinstance(does_sample, bool):
         raise ValueError(f"do_sample={does_sample!r} is not a bool; use True or False")
@@ -163,39 +145,34 @@ def asked_of(
         settings["temperature"] = 0.0
     prefix = np.array(model.prefix_ids if ids is None else (), np.int32)
     ids = model.tokenizer.encode(context) if ids is None else ids
-    most = model.max_length - 1 - prefix.size
-    length = min(next(iter(lengths.values()), _LENGTH), most)
-    room = model.max_length - prefix.size - length
-    ids = np.concatenate([prefix, ids[max(0, ids.size - room) :]]).astype(np.int32)
-    return TextRequest(ids, tuple(filter(None, until)), length, settings)
+    room = model.max_length - prefix.size
+    length = min(next(iter(lengths.values()), _LENGTH), room - 1)
+    if not length:
+        return None, until
+    ids = np.concatenate([prefix, ids[max(0, ids.size - room + length) :]]).astype(np.int32)
+    words = Pair(ids, 0).seed(seed, until, length, sorted(settings.items()))
+    row = {"seed": int(words[0]), "gen_length": length, **settings}
+    row |= {"tokens": ids} if ids.size else {"prompt": ""}
+    (request,) = make_requests(model, row, common)
+    return request, until
 
 
 def texts(
-    model: Model, asked: Sequence[TextRequest], *, common: Mapping[str, Any], slots: int, seed: int
+    model: Model, requests: Sequence[tuple[Request | None, tuple[str, ...]]], *, slots: int
 ) -> list[str]:
     """Generates texts that do not depend on their order. Programs have `slots` rows."""
-    found = dict.fromkeys(range(len(asked)), "")
-    requests: list[Request] = []
-    for place, one in enumerate(asked):
-        if one.length:
-            words = Pair(one.ids, 0).seed(seed, one.until, one.length, sorted(one.settings.items()))
-            own = {"seed": int(words[0]), "gen_length": one.length, **one.settings}
-            own |= {"tokens": one.ids} if one.ids.size else {"prompt": ""}
-            try:
-                (request,) = make_requests(model, own, common)
-            except ValueError as error:
-                raise ValueError(f"request {place}: {error}") from None
-            requests.append(replace(request, number=place))
+    written = [""] * len(requests)
     readers: dict[int, TextReader] = {}
 
-    def coming() -> Iterator[Request]:
-        for request in requests:
-            assert request.number is not None
-            readers[request.number] = TextReader(model, request, asked[request.number].until)
-            yield request
+    def numbered() -> Iterator[Request]:
+        for number, (request, until) in enumerate(requests):
+            if request is not None:
+                request = replace(request, number=number)
+                readers[number] = TextReader(model, request, until)
+                yield request
 
     with Engine(model, sizes=(slots,)) as engine:
-        for row in engine.run(coming(), num_steps=2, is_watched=True):
+        for row in engine.run(numbered(), num_steps=2, is_watched=True):
             reader = readers.get(row.number)
             if reader is None:  # its text has ended before its row
                 continue
@@ -203,24 +180,15 @@ def texts(
                 raise row.error
             pieces = reader.pieces(row)
             if pieces and pieces[-1].is_last:
-                found[row.number] = reader.whole(row)[0]
+                written[row.number] = reader.whole(row)[0]
                 del readers[row.number]
                 if row.status is Status.RUNNING:
                     engine.cancel(row.number)
-    return list(found.values())
+    return written
 
 
 ROWS = 32
 """Maximum number of rows in a program."""
-
-
-def num_slots() -> int:
-    """Number of rows in every program that generates. A few rows saturate a CPU."""
-    return 8 if jax.default_backend() == "cpu" else ROWS
-
-
-Row = tuple[Pair, np.ndarray]
-"""A row to compute: a pair and a mask ``[n]``, True at hidden tokens; empty for a causal model."""
 
 
 def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np.ndarray:
@@ -250,97 +218,6 @@ def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np
             if 2 * number + 1 < num_draws:
                 masks[2 * number + 1, order[count - 1 :]] = True
     return masks
-
-
-class Likelihoods:
-    """Computes likelihoods under one model.
-
-    Args:
-      model: a diffusion model (bounds) or a causal model (exact likelihoods).
-      num_draws: number of masks per pair.
-      seed: seed of the masks.
-    """
-
-    def __init__(self, model: Model, *, num_draws: int = 32, seed: int = 0):
-        if not model.process.is_masked:
-            raise ValueError(
-                "the harness scores with random masks, which requires a masking process, but the "
-                f"model was trained with objective.process={model.process.name!r}; use "
-                "dlm_jax.score"
-            )
-        if not 1 <= num_draws <= 1 << 16:
-            raise ValueError(f"num_draws={num_draws} is outside [1, 65536]; for example, use 32")
-        self._model, self._num_draws, self._seed = model, num_draws, seed
-
-    def exact(self, pairs: Sequence[Pair]) -> tuple[np.ndarray, list[bool]]:
-        """Returns `nats` and `are_greedy` of a causal model, from one forward pass."""
-        nats, is_greedy = np.zeros(len(pairs)), np.zeros(len(pairs), bool)
-        rows = [(pair, np.zeros(0, bool)) for pair in pairs]
-        for places, made in self._run(_exact, rows):
-            nats[places], is_greedy[places] = made
-        return nats, is_greedy.tolist()
-
-    def nats(self, pairs: Sequence[Pair]) -> np.ndarray:
-        """Returns the negative log-likelihood of each pair in nats, float64 ``[N]``."""
-        if self._model.is_causal:
-            return self.exact(pairs)[0]
-        unit = self._model.network.block_length
-        masks = [masks_of(pair, self._num_draws, self._seed, unit) for pair in pairs]
-        rows = [(pair, mask) for pair, own in zip(pairs, masks, strict=True) for mask in own]
-        found = np.zeros(len(rows))
-        for places, (nats,) in self._run(_bounds, rows):
-            found[places] = nats
-        ends = np.cumsum([len(own) for own in masks])
-        return np.array([float(np.mean(some)) for some in np.split(found, ends[:-1])])
-
-    def are_greedy(self, pairs: Sequence[Pair]) -> list[bool]:
-        """Returns whether the model generates each pair's scored tokens at temperature 0.
-
-        The most confident token is decoded first, or the leftmost token in a causal model.
-        """
-        if self._model.is_causal:
-            return self.exact(pairs)[1]
-        masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
-        is_greedy = [True] * len(pairs)
-        open_ = list(range(len(pairs)))
-        while open_:
-            rows = [(pairs[owner], masks[owner]) for owner in open_]
-            for places, made in self._run(_guesses, rows):
-                for place, ids_L, sure_L in zip(places, *made, strict=True):
-                    owner, (pair, mask) = open_[place], rows[place]
-                    holes = np.flatnonzero(mask)
-                    at = holes[np.argmax(sure_L[holes])]
-                    is_greedy[owner] = bool(ids_L[at] == pair.ids[at])
-                    mask[at] = False
-            open_ = [owner for owner in open_ if is_greedy[owner] and masks[owner].any()]
-        return is_greedy
-
-    def _run(
-        self, fn: Callable[..., Any], rows: Sequence[Row]
-    ) -> Iterator[tuple[list[int], list[np.ndarray]]]:
-        """Yields the indices of rows that ran together, and the results of `fn` for them."""
-        model, mask_id = self._model, self._model.tokenizer.mask_id
-        run = compiled(fn, model.network, model.compiler_options, mask_id=mask_id)
-        sizes: dict[int, list[int]] = {}
-        for place, (pair, _) in enumerate(rows):
-            size = canvas_size(pair.ids.size, is_shared=True)
-            sizes.setdefault(size, []).append(place)
-        for size, places in sorted(sizes.items()):
-            # About as many positions as saturate the device.
-            most = 256 if jax.default_backend() == "cpu" else 8192
-            count = max(1, min(most // size, ROWS))
-            for first in range(0, len(places), count):
-                some = places[first : first + count]
-                tokens = np.full((count, size), model.tokenizer.pad_id, np.int32)
-                length, given = np.ones(count, np.int32), np.zeros(count, np.int32)
-                is_masked = np.zeros((count, size), bool)
-                for number, (pair, mask) in enumerate(rows[place] for place in some):
-                    n = pair.ids.size
-                    tokens[number, :n], length[number], given[number] = pair.ids, n, pair.given
-                    is_masked[number, : mask.size] = mask
-                batch: Any = Batch(*map(jax.numpy.asarray, (tokens, length, given)))
-                made = jax.device_get(run(model.params, batch, is_masked))
-                yield some, [column[: len(some)] for column in made]
 
 
 def _bounds(network: Network, params: Any, batch: Batch, masked: Any, *, mask_id: int) -> Any:
@@ -374,16 +251,12 @@ Instances = Sequence[Any]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "DlmJax":
-        return model_class()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-@functools.cache
-def model_class() -> type:
-    """Returns `Evaluated` as a model class for lm-evaluation-harness, which must be installed."""
+    """`DlmJax`: `Evaluated` as a model class of lm-evaluation-harness, which must be installed."""
+    if name != "DlmJax":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base = importlib.import_module("lm_eval.api.model").LM
-    return type("DlmJax", (Evaluated, base), {"__doc__": Evaluated.__doc__})
+    globals()[name] = type(name, (Evaluated, base), {"__doc__": Evaluated.__doc__})
+    return globals()[name]
 
 
 class Evaluated:
@@ -397,9 +270,8 @@ class Evaluated:
       ignore_config: as in `dlm_jax.load`; a text names fields separated by ``+``.
       preset: name of one of the model's presets.
       model: a loaded model, used instead of `checkpoint`.
-      batch_size, max_batch_size, device: ignored.
       **settings: settings for generated texts by name (docs/settings.md). ``rules`` can be the name
-        of a module.
+        of a module. ``batch_size``, ``max_batch_size`` and ``device`` of the harness are ignored.
     """
 
     def __init__(
@@ -412,25 +284,90 @@ class Evaluated:
         ignore_config: str | Sequence[str] = (),
         preset: str | None = None,
         model: Model | None = None,
-        batch_size: Any = None,
-        max_batch_size: Any = None,
-        device: Any = None,
         **settings: Any,
     ):
         super().__init__()
-        del batch_size, max_batch_size, device
+        for name in ("batch_size", "max_batch_size", "device"):
+            settings.pop(name, None)
         if model is None:
             if isinstance(ignore_config, str):
                 ignore_config = ignore_config.split("+")
             model = load(checkpoint, dtype=dtype, ignore_config=ignore_config)
-        self.model = model
-        self._seed, self._is_chat = int(seed), False
+        if not model.process.is_masked:
+            raise ValueError(
+                "the harness scores with random masks, which requires a masking process, but the "
+                f"model was trained with objective.process={model.process.name!r}; use "
+                "dlm_jax.score"
+            )
+        self.model, self._num_draws, self._seed = model, int(draws), int(seed)
+        if not 1 <= self._num_draws <= 1 << 16:
+            raise ValueError(f"draws={draws} is outside [1, 65536]; for example, use 32")
+        self._is_chat = False
         self._chats: dict[str, np.ndarray] = {}
         if isinstance(rules := settings.get("rules"), str):
             settings["rules"] = importlib.import_module(rules)
-        self._settings = layered(self.model.preset(preset) if preset else None, settings)
-        settings_of_call(self.model, self._settings)
-        self._likelihoods = Likelihoods(self.model, num_draws=int(draws), seed=self._seed)
+        self._settings = layered(model.preset(preset) if preset else None, settings)
+        settings_of_call(model, self._settings)
+
+    def nats(self, pairs: Sequence[Pair]) -> np.ndarray:
+        """Returns the negative log-likelihood of each pair in nats, float64 ``[N]``."""
+        if self.model.is_causal:
+            return self.nats_and_greedy(pairs)[0]
+        unit = self.model.network.block_length
+        masks = [masks_of(pair, self._num_draws, self._seed, unit) for pair in pairs]
+        rows = [(pair, mask) for pair, drawn in zip(pairs, masks, strict=True) for mask in drawn]
+        nats = np.array(self._run(_bounds, rows)[0], np.float64)
+        ends = np.cumsum([len(drawn) for drawn in masks])
+        return np.array([float(np.mean(some)) for some in np.split(nats, ends[:-1])])
+
+    def nats_and_greedy(self, pairs: Sequence[Pair]) -> tuple[np.ndarray, list[bool]]:
+        """Returns `nats`, and whether the model generates each pair's scored tokens at temperature
+        0: the most confident token first, or the leftmost token in a causal model.
+        """
+        if self.model.is_causal:
+            nats, is_greedy = self._run(_exact, [(pair, np.zeros(0, bool)) for pair in pairs])
+            return np.array(nats, np.float64), list(map(bool, is_greedy))
+        masks = [np.arange(pair.ids.size) >= pair.given for pair in pairs]
+        is_greedy = [True] * len(pairs)
+        while open_ := [i for i, mask in enumerate(masks) if is_greedy[i] and mask.any()]:
+            guesses = self._run(_guesses, [(pairs[i], masks[i]) for i in open_])
+            for i, ids_L, confidence_L in zip(open_, *guesses, strict=True):
+                holes = np.flatnonzero(masks[i])
+                at = holes[np.argmax(confidence_L[holes])]
+                is_greedy[i] = bool(ids_L[at] == pairs[i].ids[at])
+                masks[i][at] = False
+        return self.nats(pairs), is_greedy
+
+    def _run(
+        self, fn: Callable[..., Any], rows: Sequence[tuple[Pair, np.ndarray]]
+    ) -> list[list[Any]]:
+        """The results of `fn`, each a list with one value per row: a pair and a mask ``[n]``, True
+        at hidden tokens and empty for a causal model. Rows of one canvas size run together.
+        """
+        model, mask_id = self.model, self.model.tokenizer.mask_id
+        run = compiled(fn, model.network, model.compiler_options, mask_id=mask_id)
+        sizes: dict[int, list[int]] = {}
+        for place, (pair, _) in enumerate(rows):
+            sizes.setdefault(canvas_size(pair.ids.size, is_shared=True), []).append(place)
+        results: list[Any] = [None] * len(rows)
+        for size, places in sorted(sizes.items()):
+            # About as many positions as saturate the device.
+            most = 256 if jax.default_backend() == "cpu" else 8192
+            count = max(1, min(most // size, ROWS))
+            for first in range(0, len(places), count):
+                some = places[first : first + count]
+                tokens = np.full((count, size), model.tokenizer.pad_id, np.int32)
+                length, given = np.ones(count, np.int32), np.zeros(count, np.int32)
+                is_masked = np.zeros((count, size), bool)
+                for number, (pair, mask) in enumerate(rows[place] for place in some):
+                    n = pair.ids.size
+                    tokens[number, :n], length[number], given[number] = pair.ids, n, pair.given
+                    is_masked[number, : mask.size] = mask
+                batch: Any = Batch(*map(jax.numpy.asarray, (tokens, length, given)))
+                columns = jax.device_get(run(model.params, batch, is_masked))
+                for place, *values in zip(some, *columns, strict=False):
+                    results[place] = values
+        return [list(column) for column in zip(*results, strict=True)]
 
     def loglikelihood(self, requests: Instances) -> list[tuple[float, bool]]:
         """Returns the log-likelihood of each continuation and whether greedy decoding generates
@@ -440,43 +377,35 @@ class Evaluated:
             pair_of(self.model, *request.args, ids=self._chat_ids(request.args[0]))
             for request in requests
         ]
-        if self.model.is_causal:
-            nats, are_greedy = self._likelihoods.exact(pairs)
-        else:
-            nats = self._likelihoods.nats(pairs)
-            are_greedy = self._likelihoods.are_greedy(pairs)
-        found = list(zip((-nats).tolist(), are_greedy, strict=True))
-        self._keep("loglikelihood", requests, found)
-        return found
+        nats, are_greedy = self.nats_and_greedy(pairs)
+        return list(zip((-nats).tolist(), are_greedy, strict=True))
 
     def loglikelihood_rolling(self, requests: Instances) -> list[float]:
         """Returns the log-likelihood of whole texts, scored in windows of the canvas size."""
         windows = [windows_of(self.model, request.args[0]) for request in requests]
-        nats = self._likelihoods.nats([pair for some in windows for pair in some])
+        nats = self.nats([pair for some in windows for pair in some])
         ends = np.cumsum([len(some) for some in windows])
-        found = [-float(some.sum()) for some in np.split(nats, ends[:-1])]
-        self._keep("loglikelihood_rolling", requests, found)
-        return found
+        return [-float(some.sum()) for some in np.split(nats, ends[:-1])]
 
     def generate_until(self, requests: Instances) -> list[str]:
         """Generates texts; each text ends at its first stop string."""
-        asked = []
-        for place, request in enumerate(requests):
-            ids = self._chat_ids(request.args[0])
+        known = with_rules(self._settings.get("rules", ())).request_settings.keys()
+        known |= {"until", "do_sample", *_LENGTHS}
+        given = [{n: v for n, v in one.args[1].items() if v is not None} for one in requests]
+        for name in sorted({name for one in given for name in one} - known):
+            print(f"{name} is not a setting of dlm_jax; it is ignored", file=sys.stderr)
+        rows = []
+        for place, (request, settings) in enumerate(zip(requests, given, strict=True)):
+            settings = {n: v for n, v in settings.items() if n in known}
+            context = request.args[0]
+            how: Any = {"seed": self._seed, "ids": self._chat_ids(context)}
             try:
-                asked.append(asked_of(self.model, *request.args, ids=ids))
+                rows.append(request_of(self.model, context, settings, self._settings, **how))
             except ValueError as error:
                 raise ValueError(f"request {place}: {error}") from None
-        known = with_rules(self._settings.get("rules", ())).request_settings
-        for name in sorted({name for one in asked for name in one.settings} - known.keys()):
-            print(f"{name} is not a setting of dlm_jax; it is ignored", file=sys.stderr)
-        asked = [
-            one._replace(settings={n: v for n, v in one.settings.items() if n in known})
-            for one in asked
-        ]
-        found = texts(self.model, asked, common=self._settings, slots=num_slots(), seed=self._seed)
-        self._keep("generate_until", requests, found)
-        return found
+        # A few rows saturate a CPU.
+        slots = 8 if jax.default_backend() == "cpu" else ROWS
+        return texts(self.model, rows, slots=slots)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -509,15 +438,6 @@ class Evaluated:
         """Returns the chat template; empty if no template is applied."""
         self._is_chat |= bool(chat_template)
         return self._chat.source if chat_template else ""
-
-    def get_model_info(self) -> Mapping[str, Any]:
-        return {"model_max_length": self.model.max_length, "model_family": self.model.family}
-
-    def _keep(self, kind: str, requests: Instances, found: Sequence[Any]) -> None:
-        """Adds results to the harness's cache, if it has one."""
-        if (hook := getattr(self, "cache_hook", None)) is not None:
-            for request, one in zip(requests, found, strict=True):
-                hook.add_partial(kind, request.args, one)
 
     @property
     def _chat(self) -> Any:

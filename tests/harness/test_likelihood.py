@@ -11,7 +11,7 @@ import pytest
 import toy
 import toy_model
 
-from dlm_jax.harness.lm import Likelihoods, Pair, masks_of, pair_of, windows_of
+from dlm_jax.harness.lm import Evaluated, Pair, masks_of, pair_of, windows_of
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.likelihood import bound_at, causal_nll
 from dlm_jax.objectives.objective import Batch
@@ -32,16 +32,16 @@ def _bits(values):
 
 
 def test_any_order_gives_the_same_bits_as_a_request_alone():
-    scorer = Likelihoods(MODEL, num_draws=6)
+    scorer = Evaluated(model=MODEL, draws=6)
     found = scorer.nats(PAIRS)
     assert _bits(scorer.nats(PAIRS[::-1])[::-1]) == _bits(found)
     assert _bits([scorer.nats([pair])[0] for pair in PAIRS]) == _bits(found)
-    assert (Likelihoods(MODEL, num_draws=6, seed=1).nats(PAIRS) != found)[:3].all()
+    assert (Evaluated(model=MODEL, draws=6, seed=1).nats(PAIRS) != found)[:3].all()
 
 
 @pytest.mark.slow
 def test_costs_are_those_of_a_plain_loop():
-    found = Likelihoods(MODEL, num_draws=6).nats(PAIRS)
+    found = Evaluated(model=MODEL, draws=6).nats(PAIRS)
     for pair, nats in zip(PAIRS, found, strict=True):
         tokens = jnp.asarray(pair.ids)[None]
         batch = Batch(tokens, jnp.array([pair.ids.size]), jnp.array([pair.given]))
@@ -89,7 +89,7 @@ def test_the_mean_over_all_masks_is_the_bound():
             cost = bound_at(MODEL.network, MODEL.params, batch, jnp.asarray(mask),
                             mask_id=MODEL.tokenizer.mask_id)  # fmt: skip
             exact += float(cost[0, 0]) / len(sets) / 3
-    found = Likelihoods(MODEL, num_draws=512).nats([pair])[0]
+    found = Evaluated(model=MODEL, draws=512).nats([pair])[0]
     assert abs(found - exact) < 0.05 * exact
 
 
@@ -103,7 +103,7 @@ def test_causal_models_are_exact():
     model = dataclasses.replace(
         MODEL, network=network, params=toy.random_params(network), is_causal=True
     )
-    found = Likelihoods(model, num_draws=1).nats(PAIRS)
+    found = Evaluated(model=model, draws=1).nats(PAIRS)
     exact_nll = jax.jit(functools.partial(causal_nll, network, mask_id=tokenizer.mask_id))
     for pair, nats in zip(PAIRS, found, strict=True):
         batch = Batch(jnp.asarray(pair.ids)[None], jnp.array([pair.ids.size]),
@@ -124,10 +124,12 @@ def test_what_is_greedy_is_what_the_model_writes():
     other = ids.copy()
     other[-1] = (other[-1] + 1) % 5
     pairs = [Pair(ids.astype(np.int32), 4), Pair(other.astype(np.int32), 4)]
-    found = Likelihoods(MODEL).are_greedy(pairs)
+    scorer = Evaluated(model=MODEL, draws=1)
+    nats, found = scorer.nats_and_greedy(pairs)
     # Where EOS is likelier than any text the harness's answer is no text's.
     assert found[1] is False
-    assert found == [Likelihoods(MODEL).are_greedy([pair])[0] for pair in pairs]
+    assert found == [scorer.nats_and_greedy([pair])[1][0] for pair in pairs]
+    assert _bits(nats) == _bits(scorer.nats(pairs))
 
 
 def test_windows_score_each_token_once_and_the_last_sees_all_it_can():
@@ -161,7 +163,6 @@ def test_a_continuation_leaves_room_for_a_token_before_it_if_the_first_is_not_pr
         (lambda: pair_of(MODEL, "A", ""), "no token"),
         (lambda: pair_of(MODEL, "A", "A" * 99), "exceeds the model's canvas"),
         (lambda: windows_of(MODEL, ""), "empty"),
-        (lambda: Likelihoods(MODEL, num_draws=0), "num_draws=0"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(call, told):

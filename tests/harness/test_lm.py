@@ -35,14 +35,6 @@ def test_likelihoods_are_negative_nats_and_rolling_ones_their_sum():
     assert whole == behind[0]
 
 
-def test_the_harness_cache_is_told():
-    made = Evaluated(model=MODEL, draws=2)
-    kept = []
-    made.cache_hook = types.SimpleNamespace(add_partial=lambda *told: kept.append(told))
-    found = made.loglikelihood([_asked("The", " cat")])
-    assert kept == [("loglikelihood", ("The", " cat"), found[0])]
-
-
 def test_templates_and_names():
     chat = ChatTemplate("{{ messages[0].content }}", MODEL.tokenizer)
     made = Evaluated(model=dataclasses.replace(MODEL, chat=chat))
@@ -98,7 +90,7 @@ def test_the_beginning_of_an_answer_is_an_open_turn(name, prefix):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"draws": 0}, "num_draws=0"),
+        ({"draws": 0}, "draws=0 is outside"),
         ({"temprature": 1}, "temprature"),
         ({"preset": "x"}, "preset='x'"),
     ],
