@@ -163,102 +163,88 @@ def load_corpus(
             raise ValueError(
                 f"data.layout={layout!r} is not supported for sharded corpora; use windows"
             )
-        return _load_shards(roots, tokenizer, seq_len=seq_len, weights=weights, folder=folder)
+        return _load_shards(roots, tokenizer, seq_len, weights, folder)
     if weights:
         raise ValueError(
             "data.weights applies to sharded corpora; build them with dlm_jax.data.shard"
         )
     documents, name = corpora.read_documents(source), corpora.describe(source)
+    parts: Sequence[Any]
     if layout == "windows":
-        return _load_windows(
-            name, documents, tokenizer, seq_len=seq_len, held_out=held_out, folder=folder
+        for document in documents:
+            document.check_plain("use data.layout=documents")
+        text = corpora.join_documents(documents)
+        parts = corpora.split_text(text, held_out, name=name)
+        train_text, content = parts[0], text.encode("utf-8")
+    else:
+        talk = next((document.name for document in documents if document.messages), None)
+        if talk is not None and chat is None:
+            raise ValueError(
+                f"{talk} is a conversation, but there is no chat template; set train.init_from "
+                'to a model with a chat template, or write {"prompt": ..., "response": ...}'
+            )
+        chat = None if talk is None else chat
+        parts = corpora.split_documents(documents, held_out, name=name)
+        text, train_text = (
+            "\n\n".join(f"{document.prompt or ''}{document.text}" for document in some)
+            for some in (documents, parts[0])
         )
-    talk = next((document.name for document in documents if document.messages), None)
-    if talk is not None and chat is None:
-        raise ValueError(
-            f"{talk} is a conversation, but there is no chat template; set train.init_from "
-            'to a model with a chat template, or write {"prompt": ..., "response": ...}'
-        )
-    train, val = corpora.split_documents(documents, held_out, name=name)
-    coder = _make(
-        tokenizer,
-        *(
-            "\n\n".join(f"{document.prompt or ''}{document.text}" for document in part)
-            for part in (documents, train)
-        ),
-    )
-    lines = (json.dumps(one.messages or [one.prompt, one.text]) for one in documents)
-    sha256 = hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest()
+        lines = (json.dumps(one.messages or [one.prompt, one.text]) for one in documents)
+        content = "\n".join(lines).encode("ascii")
+    coder = _make(tokenizer, text, train_text)
+    sha256 = hashlib.sha256(content).hexdigest()
     prefix_ids = prefix_of(coder, start_id)
-    template = [] if talk is None or chat is None else [chat.source]
-    key = _cache_key(sha256, coder, held_out, "documents", seq_len, *prefix_ids, *template)
-    rows: dict[str, DocumentRows] = {}
-    files: list[tuple[Path, np.ndarray, int]] = []
-    for part, some in zip(PARTS, (train, val), strict=True):
-        ids_path, bounds_path = (folder / f"{kind}-{key}-{part}.npy" for kind in ("tokens", "rows"))
-        ends = coder.eos_id, coder.pad_id
-        most = pack if part == "train" else 1
-        rows[part] = DocumentRows(ids_path, bounds_path, seq_len, *ends, tail, most)
-        if not (is_intact(ids_path) and is_intact(bounds_path)):
-            encoded = _encode_documents(coder, some, prefix_ids, chat)
-            ids, bounds = cut_into_rows(encoded, seq_len=seq_len, prefix_ids=prefix_ids)
-            files += [(ids_path, ids, coder.vocab_size), (bounds_path, bounds, len(ids) + 1)]
-    # Both parts are encoded before either of them is written, so that an error leaves no file.
-    for path, ids, limit in files:
+    inputs: list[Any] = [_FORMAT_VERSION, sha256, coder.to_json(), held_out]
+    if layout == "documents":
+        inputs += ["documents", seq_len, *prefix_ids, *([] if chat is None else [chat.source])]
+    key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode("ascii")).hexdigest()[:32]
+
+    # All parts are encoded before any of them is written, so that an error leaves no file.
+    kinds = ("tokens",) if layout == "windows" else ("tokens", "rows")
+    files = [[folder / f"{kind}-{key}-{part}.npy" for kind in kinds] for part in PARTS]
+    encoded: list[tuple[Path, np.ndarray, int]] = []
+    for paths, part in zip(files, parts, strict=True):
+        if all(map(is_intact, paths)):
+            continue
+        if layout == "windows":
+            try:
+                encoded.append((paths[0], coder.encode(part), coder.vocab_size))
+            except ValueError:
+                # The error names the document and the position in it.
+                for _ in _encode_documents(coder, documents):
+                    pass
+                raise
+        else:
+            rows = _encode_documents(coder, part, prefix_ids, chat)
+            ids, bounds = cut_into_rows(rows, seq_len=seq_len, prefix_ids=prefix_ids)
+            encoded += [(paths[0], ids, coder.vocab_size), (paths[1], bounds, len(ids) + 1)]
+    for path, ids, limit in encoded:
         write_tokens(path, ids, vocab_size=limit)
+
+    sources: list[Any]
+    if layout == "windows":
+        sources = [path for (path,) in files]
+        num_tokens = [len(open_tokens(path)) for path in sources]
+        num_characters = [len(part) for part in parts]
+        check_fills_a_row(name, num_tokens[0], seq_len)
+    else:
+        # Held-out documents are evaluated one per row.
+        sources = [
+            DocumentRows(*paths, seq_len, coder.eos_id, coder.pad_id, tail, most)
+            for paths, most in zip(files, (pack, 1), strict=True)
+        ]
+        num_tokens = [rows.num_targets() for rows in sources]
+        num_characters = [sum(len(document.text) for document in part) for part in parts]
     return Corpus(
         name=name,
         tokenizer=coder,
-        train_rows=rows["train"],
-        val_rows=rows["val"],
+        train_rows=sources[0],
+        val_rows=sources[1],
         sha256=sha256,
-        num_train_characters=sum(len(document.text) for document in train),
-        num_val_characters=sum(len(document.text) for document in val),
-        num_train_tokens=rows["train"].num_targets(),
-        num_val_tokens=rows["val"].num_targets(),
-    )
-
-
-def _load_windows(
-    name: str,
-    documents: Sequence[Document],
-    tokenizer: TokenizerOf,
-    *,
-    seq_len: int,
-    held_out: float,
-    folder: Path,
-) -> Corpus:
-    for document in documents:
-        document.check_plain("use data.layout=documents")
-    text = corpora.join_documents(documents)
-    parts = corpora.split_text(text, held_out, name=name)
-    coder = _make(tokenizer, text, parts[0])
-    sha256 = hashlib.sha256(text.encode("utf-8")).hexdigest()
-    key = _cache_key(sha256, coder, held_out)
-    paths = [folder / f"tokens-{key}-{part}.npy" for part in PARTS]
-    missing = [number for number, path in enumerate(paths) if not is_intact(path)]
-    try:
-        # Both parts are encoded before either of them is written, so that an error leaves no file.
-        encoded = [(paths[number], coder.encode(parts[number])) for number in missing]
-    except ValueError:
-        # The error names the document and the position in it.
-        for _ in _encode_documents(coder, documents):
-            pass
-        raise
-    for path, ids in encoded:
-        write_tokens(path, ids, vocab_size=coder.vocab_size)
-    num_train, num_val = (len(open_tokens(path)) for path in paths)
-    check_fills_a_row(name, num_train, seq_len)
-    return Corpus(
-        name=name,
-        tokenizer=coder,
-        train_rows=paths[0],
-        val_rows=paths[1],
-        sha256=sha256,
-        num_train_characters=len(parts[0]),
-        num_val_characters=len(parts[1]),
-        num_train_tokens=num_train,
-        num_val_tokens=num_val,
+        num_train_characters=num_characters[0],
+        num_val_characters=num_characters[1],
+        num_train_tokens=num_tokens[0],
+        num_val_tokens=num_tokens[1],
     )
 
 
@@ -268,12 +254,6 @@ def _make(tokenizer: TokenizerOf, text: str, train_text: str) -> Tokenizer:
     if not isinstance(tokenizer, str):
         return tokenizer
     return make_tokenizer(tokenizer, text, train_text=train_text)
-
-
-def _cache_key(sha256: str, tokenizer: Tokenizer, held_out: float, *more: Any) -> str:
-    inputs = [_FORMAT_VERSION, sha256, tokenizer.to_json(), held_out, *more]
-    encoded = json.dumps(inputs, sort_keys=True).encode("ascii")
-    return hashlib.sha256(encoded).hexdigest()[:32]
 
 
 def _encode_documents(
@@ -306,28 +286,20 @@ def _encode_documents(
 
 def _roots_of(source: Source) -> list[str]:
     """The directories and URLs of the sharded corpora in `source`; empty for text."""
-    names = corpora.names_of(source)
-    roots = [
-        name
-        for name in names
-        if is_remote(name) or (Path(os.path.expanduser(name)) / INDEX_NAME).is_file()
-    ]
-    if roots and len(roots) < len(names):
-        other = next(name for name in names if name not in roots)
+    roots, others = [], []
+    for name in corpora.names_of(source):
+        index = Path(os.path.expanduser(name)) / INDEX_NAME
+        (roots if is_remote(name) or index.is_file() else others).append(name)
+    if roots and others:
         raise ValueError(
-            f"data.source={other} is not a sharded corpus, but {roots[0]} is; convert it to "
+            f"data.source={others[0]} is not a sharded corpus, but {roots[0]} is; convert it to "
             f"shards with python -m dlm_jax.data.shard"
         )
     return roots
 
 
 def _load_shards(
-    roots: Sequence[str],
-    tokenizer: TokenizerOf,
-    *,
-    seq_len: int,
-    weights: Sequence[float],
-    folder: Path,
+    roots: list[str], tokenizer: TokenizerOf, seq_len: int, weights: Sequence[float], folder: Path
 ) -> Corpus:
     """The corpus of the shards under `roots`, which are not loaded into memory."""
     indices = [read_index(root) for root in roots]

@@ -102,23 +102,6 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class TokenFile:
-    """The ids in a token file, mapped on first read."""
-
-    name: str | os.PathLike[str]
-
-    @cached_property
-    def _ids(self) -> np.ndarray:
-        return open_tokens(self.name)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def read_into(self, ids: np.ndarray, start: int) -> None:
-        ids[:] = self._ids[start : start + len(ids)]
-
-
-@dataclass(frozen=True)
 class DocumentRows:
     """Rows that each contain one document, or one part of a document that is longer than a row.
 
@@ -377,20 +360,17 @@ def validation_windows(
     if isinstance(source, DocumentRows):
         batch = source.rows(_spread(len(_rows(source, seq_len)), max_windows))
     else:
-        ids = source if isinstance(source, TokenShards) else TokenFile(source)
+        ids = source if isinstance(source, TokenShards) else open_tokens(source)
         starts = _spread(-(-len(ids) // seq_len), max_windows) * seq_len
         tokens = np.full((len(starts), seq_len), pad_id, np.int32)
         length = np.minimum(seq_len, len(ids) - starts).astype(np.int32)
         for row, size, start in zip(tokens, length, starts, strict=True):
-            ids.read_into(row[:size], int(start))
+            row[:size] = ids[start : start + size]
         batch = {"tokens": tokens, "length": length, "given": np.zeros_like(length)}
-    num_empty = -len(batch["length"]) % multiple_of
-    empty = {
-        "tokens": np.full((num_empty, seq_len), pad_id, np.int32),
-        "length": np.zeros(num_empty, np.int32),
-        "given": np.zeros(num_empty, np.int32),
-    }
-    return {name: np.concatenate([array, empty[name]]) for name, array in batch.items()}
+    for name, fill in (("tokens", pad_id), ("length", 0), ("given", 0)):
+        shape = (-len(batch[name]) % multiple_of, *batch[name].shape[1:])
+        batch[name] = np.concatenate([batch[name], np.full(shape, fill, np.int32)])
+    return batch
 
 
 def _spread(count: int, limit: int | None) -> np.ndarray:
@@ -405,7 +385,7 @@ class Windows:
     determine.
     """
 
-    ids: TokenFile | TokenShards
+    ids: np.ndarray | TokenShards
     seq_len: int
 
     def __len__(self) -> int:
@@ -416,7 +396,8 @@ class Windows:
         num_offsets = len(self.ids) - len(self) * self.seq_len + 1
         tokens = np.empty((len(places), self.seq_len), np.int32)
         for row, (index, epoch_bits) in zip(tokens, places, strict=True):
-            self.ids.read_into(row, epoch_bits % num_offsets + index * self.seq_len)
+            start = epoch_bits % num_offsets + index * self.seq_len
+            row[:] = self.ids[start : start + self.seq_len]
         length = np.full(len(places), self.seq_len, np.int32)
         return {"tokens": tokens, "length": length, "given": np.zeros_like(length)}
 
@@ -432,8 +413,9 @@ def _rows(
                 f"seq_len={seq_len}; load the corpus with that seq_len"
             )
         return source
-    ids = source if isinstance(source, TokenShards) else TokenFile(source)
-    check_fills_a_row(ids.name, len(ids), seq_len)
+    is_sharded = isinstance(source, TokenShards)
+    ids = source if is_sharded else open_tokens(source)
+    check_fills_a_row(source.name if is_sharded else source, len(ids), seq_len)
     return Windows(ids, seq_len)
 
 

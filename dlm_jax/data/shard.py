@@ -30,11 +30,11 @@ from dlm_jax.data.pipeline import id_dtype
 from dlm_jax.data.shards import INDEX_NAME, PARTS, Index, Shard, fingerprint
 from dlm_jax.data.text import (
     Document,
-    is_json,
+    decode,
+    documents_in,
     is_json_lines,
     match_files,
     parse_line,
-    read_jsonl,
 )
 from dlm_jax.data.tokenizers import Tokenizer, make_tokenizer
 from dlm_jax.store.files import (
@@ -104,19 +104,11 @@ def documents_of(files: Files, number: int, num_spans: int) -> Iterator[Document
                     file.readline()
                 while (start := file.tell()) < last:
                     where = f"{path} at byte {start}"
-                    line = _text(where, file.readline())
+                    line = decode(where, file.readline())
                     if line.strip():
                         yield parse_line(where, line)
         elif first == 0 < last:
-            text = _text(path, Path(path).read_bytes())
-            yield from read_jsonl(path, text) if is_json(path) else [Document(path, text)]
-
-
-def _text(where: str, data: bytes) -> str:
-    try:
-        return data.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8 ({error}); convert or remove it") from None
+            yield from documents_in(path, decode(path, Path(path).read_bytes()))
 
 
 class _Writer:
@@ -162,12 +154,12 @@ class _Writer:
         with self._path.open("rb") as file:
             crc = crc_of(file)
         return Shard(
-            self._path.name,
-            self._path.stat().st_size,
-            crc,
-            self._tokens,
-            self._documents,
-            self._characters,
+            name=self._path.name,
+            num_bytes=self._path.stat().st_size,
+            crc32=crc,
+            tokens=self._tokens,
+            documents=self._documents,
+            characters=self._characters,
         )
 
 

@@ -168,13 +168,16 @@ class TokenShards:
         """The reader of a shard; the readers used last stay open."""
         return lru_cache(maxsize=_MAX_OPEN)(self._open)
 
-    def read_into(self, ids: np.ndarray, start: int) -> None:
-        """Copies the ids from `start` on into `ids`, `[n]`."""
-        stop, shard = start + len(ids), bisect.bisect_right(self._starts, start) - 1
+    def __getitem__(self, places: slice) -> np.ndarray:
+        """The ids at consecutive places, `[n]`."""
+        start, stop, _ = places.indices(len(self))
+        shard = bisect.bisect_right(self._starts, start) - 1
+        parts = [np.zeros(0, self.dtype)]
         while shard < len(self.shards) and (base := self._starts[shard]) < stop:
             first, last = max(start, base), min(stop, self._starts[shard + 1])
-            ids[first - start : last - start] = self._stretch(shard, first - base, last - base)
+            parts.append(self._stretch(shard, first - base, last - base))
             shard += 1
+        return np.concatenate(parts)
 
     def _stretch(self, shard: int, first: int, stop: int) -> np.ndarray:
         """The ids `[first, stop)` of one shard."""

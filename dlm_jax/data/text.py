@@ -11,7 +11,7 @@ import json
 import os
 import sysconfig
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,29 +100,36 @@ def _loads(where: str, text: str) -> Any:
         ) from None
 
 
+# The field of the answer in each form of a record, and the fields before it, of which the last one
+# of a task is optional.
+_FORMS = (
+    ("text",),
+    ("response", "prompt"),
+    ("completion", "prompt"),
+    ("output", "instruction", "input"),
+)
+
+
 def _document(where: str, data: Any) -> Document:
     fields = set(data) if isinstance(data, dict) else set()
     if fields == {"messages"}:
         return _conversation(where, data["messages"])
-    is_pair, is_task = fields == {"prompt", "completion"}, fields >= {"instruction", "output"}
-    is_known = is_pair or (is_task and fields <= {"instruction", "input", "output"})
-    if not is_known and fields not in ({"text"}, {"prompt", "response"}):
+    forms = [form for form in _FORMS if {*form[:2]} <= fields <= {*form}]
+    if not forms:
         raise ValueError(
-            f"{where} has the fields {', '.join(fields)[:100] or 'none'}; expected "
+            f"{where} has the fields {', '.join(sorted(fields))[:100] or 'none'}; expected "
             '{"prompt": ..., "response": ...} or {"text": ...}, or a conversation '
             '{"messages": [...]}, {"prompt": ..., "completion": ...} or '
             '{"instruction": ..., "output": ...}'
         )
+    answer, *given = forms[0]
     for field, text in data.items():
-        is_answer = field not in ("prompt", "instruction", "input")
-        _check_text(f"{where}: {field}", text, is_answer=is_answer)
-    if not is_known:
-        return Document(where, data.get("text") or data["response"], data.get("prompt"))
-    question = data["prompt"] if is_pair else data["instruction"]
-    question += f"\n\n{data['input']}" if data.get("input") else ""
-    answer = data["completion" if is_pair else "output"]
-    turns = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
-    return Document(where, answer, messages=turns)
+        _check_text(f"{where}: {field}", text, is_answer=field == answer)
+    if answer in ("text", "response"):
+        return Document(where, data[answer], data.get("prompt"))
+    question = data[given[0]] + "".join(f"\n\n{data[f]}" for f in given[1:] if data.get(f))
+    turns = {"role": "user", "content": question}, {"role": "assistant", "content": data[answer]}
+    return Document(where, data[answer], messages=turns)
 
 
 def _conversation(where: str, messages: Any) -> Document:
@@ -218,14 +225,17 @@ def read_documents(source: Source) -> tuple[Document, ...]:
         if pattern not in NAMED:
             paths |= {path.resolve(): path for path in match_files(pattern)}
     for path in sorted(paths.values()):
-        content = _read(path)
-        if is_json_lines(path) or is_json(path):
-            documents += read_jsonl(str(path), content)
-        elif content:
-            documents.append(Document(str(path), content))
+        documents += documents_in(str(path), _read(path))
     if not documents:
         raise ValueError(f"{describe(source)}: there is no text; pass files with text")
     return tuple(documents)
+
+
+def documents_in(name: str, content: str) -> Iterable[Document]:
+    """The documents in the content of a file; none if it is empty."""
+    if is_json_lines(name) or is_json(name):
+        return read_jsonl(name, content)
+    return [Document(name, content)] if content else []
 
 
 def join_documents(documents: Sequence[Document]) -> str:
@@ -298,11 +308,17 @@ def match_files(pattern: str) -> list[Path]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
+        return decode(str(path), path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; make it readable") from None
+
+
+def decode(where: str, data: bytes) -> str:
+    """The text of bytes in UTF-8, without a byte-order mark; an error names `where`."""
+    try:
+        return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}); convert or remove it") from None
+        raise ValueError(f"{where} is not UTF-8 ({error}); convert or remove it") from None
 
 
 def _builtin_documents() -> list[Document]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlm_jax.cli import evaluation
+from dlm_jax.cli.common import read_text
 from dlm_jax.data import shard
 from dlm_jax.data.text import (
     BUILTIN_CORPUS,
@@ -124,7 +124,7 @@ def test_what_is_no_regular_file_is_refused_in_one_line(tmp_path, capsys, is_lin
     path = str(tmp_path / "pipe.txt")
     os.symlink("/dev/zero", path) if is_linked else os.mkfifo(path)
     line = f"{path} is not a regular file; copy its content to a file"
-    for read in (read_documents, SubwordTokenizer.of_file, evaluation._read):
+    for read in (read_documents, SubwordTokenizer.of_file, read_text):
         with pytest.raises(ValueError, match=line):
             read(path)
     assert shard.main([path, "--out", str(tmp_path / "out")]) == 2

@@ -100,26 +100,6 @@ def test_many_processes_may_load_at_once(source, tmp_path):
     assert sorted(path.suffix for path in (tmp_path / "c").iterdir()) == [".npy", ".npy"]
 
 
-def test_bad_input_is_refused_in_one_line_and_leaves_no_file(source, tmp_path):
-    (tmp_path / "strange.txt").write_text("text \u00e9")
-    cache = tmp_path / "cache"
-    letters = CharacterTokenizer.of(TEXT)
-    cases = [
-        (source, {"tokenizer": "word"}, "tokenizer='word' is unknown; use one of byte, character"),
-        (source, {"held_out": 1.5}, r"held_out=1\.5 is outside"),
-        (
-            [source, tmp_path / "strange.txt"],
-            {"tokenizer": letters},
-            r"strange\.txt: the character .*\(U\+00E9\) at position 5 has no id",
-        ),
-    ]
-    for bad, options, message in cases:
-        with pytest.raises(ValueError, match=message) as caught:
-            load_corpus(bad, cache_dir=cache, **options)
-        assert "\n" not in str(caught.value)
-        assert not cache.exists()
-
-
 PAIRS = [{"prompt": f"ask {i} ", "response": "yes " * (1 + i % 4)} for i in range(40)]
 
 
@@ -155,23 +135,26 @@ def test_documents_come_back_with_their_prompts_given_and_whole_ones_held_out(
     assert corpus.num_train_characters == sum(len(pair["response"]) for pair in PAIRS[:-2])
 
 
-def test_bad_documents_are_refused_in_one_line_and_leave_no_file(pairs, source, tmp_path):
-    (tmp_path / "odd.jsonl").write_text('{"text": "ok"}\n{"prompt": "\\u00e9", "response": "a"}\n')
+def test_bad_input_is_refused_in_one_line_and_leaves_no_file(pairs, source, tmp_path):
+    (tmp_path / "strange.txt").write_text("text \u00e9")
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"text": "ok"}\n{"prompt": "\\u00e9", "response": "a"}\n')
+    letters, ok = CharacterTokenizer.of(TEXT), CharacterTokenizer.of("ok")
+    strange = [source, tmp_path / "strange.txt"]
     cases = [
-        (pairs, {"layout": "windows"}, r"pairs\.jsonl line 1 has a prompt, which rows .*; use"),
+        (source, {"tokenizer": "word"}, "tokenizer='word' is unknown; use one of byte, character"),
+        (source, {"held_out": 1.5}, r"held_out=1\.5 is outside"),
+        (strange, {"tokenizer": letters}, r"strange\.txt: .*\(U\+00E9\) at position 5 has no id"),
+        (pairs, {}, r"pairs\.jsonl line 1 has a prompt, which rows .*; use"),
         (pairs, {"layout": "lines"}, "layout='lines' is unknown; use windows or documents"),
         (pairs, {"tail": "bos"}, "tail='bos' is unknown; use eos or pad"),
-        (pairs, {"seq_len": 16}, r"pairs\.jsonl line 3: a prompt of 6 .* use seq_len=19"),
-        (source, {}, r"text\.txt with data\.layout=documents is one piece"),
-        (
-            tmp_path / "odd.jsonl",
-            {"tokenizer": CharacterTokenizer.of("ok")},
-            r"odd\.jsonl line 2: the character .*\(U\+00E9\) at position 0 has no id",
-        ),
+        (pairs, DOCUMENTS | {"seq_len": 16}, r"pairs\.jsonl line 3: a prompt of 6 .* seq_len=19"),
+        (source, DOCUMENTS, r"text\.txt with data\.layout=documents is one piece"),
+        (odd, DOCUMENTS | {"tokenizer": ok}, r"odd\.jsonl line 2: .*\(U\+00E9\) at position 0 has"),
     ]
     for bad, options, message in cases:
         with pytest.raises(ValueError, match=message) as caught:
-            load_corpus(bad, cache_dir=tmp_path / "c", **(DOCUMENTS | options))
+            load_corpus(bad, cache_dir=tmp_path / "c", **options)
         assert "\n" not in str(caught.value)
         assert not (tmp_path / "c").exists()
 
