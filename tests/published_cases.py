@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 import tokenizers
+import toy
 from tokenizers import decoders, models, pre_tokenizers
 
+from dlm_jax import Model
 from dlm_jax.data import HubTokenizer
-from dlm_jax.data.tokenizers import train_json
+from dlm_jax.data.tokenizers import added_token, train_json
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,?"
 SPECIALS = ("<|mask|>", "<|endoftext|>", "<|start|>", "<|end|>")
@@ -206,12 +210,9 @@ def tensors(name: str, config: dict[str, Any], *, seed: int = 0) -> dict[str, np
     made = {}
     for tensor, shape in shapes(name, config).items():
         draw = rng.standard_normal(shape)
-        if "norm" in tensor or "ln_f" in tensor:
-            made[tensor] = (1 + 0.1 * draw).astype(np.float32)
-        else:
-            made[tensor] = (draw * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)).astype(
-                np.float32
-            )
+        is_norm = "norm" in tensor or "ln_f" in tensor
+        value = 1 + 0.1 * draw if is_norm else draw * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
+        made[tensor] = value.astype(np.float32)
     return made
 
 
@@ -237,11 +238,9 @@ def _with_markers(markers: dict[str, bool]) -> dict[str, Any]:
     """The tokenizer.json of a byte-level BPE with added tokens, which may be special."""
     text = "user\n<|im_start|> assistant <start_of_turn> end of the turn\n\n" * 40
     data = json.loads(train_json(text, 320))
-    first = len(data["model"]["vocab"])
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     data["added_tokens"] = [
-        {"id": first + place, "content": name, "special": is_special} | plain
-        for place, (name, is_special) in enumerate(markers.items())
+        added_token(id_, name, is_special)
+        for id_, (name, is_special) in enumerate(markers.items(), len(data["model"]["vocab"]))
     ]
     return data
 
@@ -325,6 +324,20 @@ def write_weights(directory: Path, made: dict[str, Any], num_shards: int) -> Non
         where |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": where}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def logits_of(model: Model, ids: Any) -> np.ndarray:
+    """The logits of rows of ids, float32 ``[B, L, V]``."""
+    tokens = jnp.asarray(ids, jnp.int32)
+    length = jnp.full(tokens.shape[0], tokens.shape[1])
+    return np.asarray(toy.logits(model.network, model.params, tokens, length), np.float32)
+
+
+def assert_same_model(model: Model, other: Model) -> None:
+    assert model.config == other.config
+    assert (model.tokenizer, model.chat) == (other.tokenizer, other.chat)
+    assert model.eos_ids == other.eos_ids
+    jax.tree.map(np.testing.assert_array_equal, model.params, other.params)
 
 
 def edit(file: Path, **changes: Any) -> None:

@@ -17,7 +17,6 @@ from dlm_jax.data.tokenizers import (
     make_tokenizer,
     noise_ids,
     prefix_of,
-    qwen_json,
     text_ids,
     train_bpe,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "make_tokenizer",
     "noise_ids",
     "prefix_of",
-    "qwen_json",
     "read_documents",
     "split_text",
     "text_ids",

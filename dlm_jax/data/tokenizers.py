@@ -280,7 +280,6 @@ _NAMES = {
 }
 _SPECIAL = re.compile(r"[<\[][|\uff5c]?(/?[\w\u2581]+)[|\uff5c]?[>\]]")
 _FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
-_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 # Plain byte-level splitting makes a newline between two non-space characters a piece of its own, so
 # text can be cut after such a newline without changing ids.
@@ -502,11 +501,15 @@ class SubwordTokenizer(_OfFile):
 
     def _read(self, data: Any) -> None:
         self._set_content(data)
-        named = _find_specials(token["content"] for token in _added_in(data))
+        cores: dict[str, str] = {}
+        for token in _added_in(data):
+            if match := _SPECIAL.fullmatch(token["content"]):
+                cores.setdefault(match[1].lower().replace("\u2581", "_"), token["content"])
+        named = {role: next(filter(cores.get, _NAMES[role]), "") for role in SPECIALS}
         following = itertools.count(max(self._vocabulary.values()) + 1)
         self._roles = {
-            role: self._vocabulary[named[role]] if role in named else next(following)
-            for role in SPECIALS
+            role: self._vocabulary[cores[core]] if core else next(following)
+            for role, core in named.items()
         }
         self.mask_id, self.pad_id, self.bos_id, self.eos_id = self._roles.values()
         self._set_specials(data, self._roles.values())
@@ -534,8 +537,7 @@ class SubwordTokenizer(_OfFile):
                 name = f"<|{role}|>"
                 while name in self._vocabulary:
                     name = f"<{name}>"
-                token = {"id": id_, "content": name, "special": True}
-                data["added_tokens"].append(token | _FLAGS)
+                data["added_tokens"].append(added_token(id_, name))
         ids = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
         tokenizer = HubTokenizer(json.dumps(data), *ids)
         if tokenizer.vocab_size != self.vocab_size or not all(map(tokenizer.token, ids)):
@@ -544,18 +546,6 @@ class SubwordTokenizer(_OfFile):
                 "train with a tokenizer.json without gaps"
             )
         return tokenizer
-
-
-def _find_specials(names: Iterable[str]) -> dict[str, str]:
-    """The special token in `names` for each role; roles without a token are omitted."""
-    cores: dict[str, str] = {}
-    for name in names:
-        if match := _SPECIAL.fullmatch(name):
-            cores.setdefault(match[1].lower().replace("\u2581", "_"), name)
-    found = {
-        role: [cores[core] for core in known if core in cores] for role, known in _NAMES.items()
-    }
-    return {role: some[0] for role, some in found.items() if some}
 
 
 def _chunks(text: str) -> Iterator[str]:
@@ -711,18 +701,49 @@ def qwen_split(num_digits: int) -> str:
     )
 
 
-def qwen_json(vocabulary: dict[str, int], merges: list[str], added: list[dict[str, Any]]) -> str:
-    """Returns the `tokenizer.json` of a Qwen2 vocabulary that was published as plain lists."""
+def bpe_json(
+    vocabulary: dict[str, int],
+    merges: Iterable[str],
+    added: Mapping[int, tuple[str, bool]],
+    splits: Iterable[str],
+    *,
+    composes: bool = True,
+    ignore_merges: bool = False,
+    bos: tuple[str, int] | None = None,
+) -> str:
+    """The `tokenizer.json` of a byte-level BPE that was published as plain lists.
+
+    `added` are the names of added tokens by id, and whether they are special. Each of the patterns
+    `splits` splits the pieces of the previous one. With `composes`, characters are composed first
+    (NFC), and with `ignore_merges` a piece in the vocabulary is one token. `bos` begins each text.
+    """
     pairs = [(left, right) for left, _, right in (line.partition(" ") for line in merges)]
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    made.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(tokenizers.Regex(qwen_split(1)), behavior="isolated")
-    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=ignore_merges))
+    if composes:
+        made.normalizer = normalizers.NFC()
+    pieces = [pre_tokenizers.Split(tokenizers.Regex(one), behavior="isolated") for one in splits]
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*pieces, by_bytes])
     made.decoder = decoders.ByteLevel()
     data = json.loads(made.to_str())
-    data["added_tokens"] = [_FLAGS | token for token in sorted(added, key=lambda t: t["id"])]
+    data["added_tokens"] = [added_token(id_, *token) for id_, token in sorted(added.items())]
+    if bos is not None:
+        name, id_ = bos
+        special = {"SpecialToken": {"id": name, "type_id": 0}}
+        first, second = ({"Sequence": {"id": part, "type_id": 0}} for part in "AB")
+        data["post_processor"] = {
+            "type": "TemplateProcessing",
+            "special_tokens": {name: {"id": name, "ids": [id_], "tokens": [name]}},
+            "single": [special, first],
+            "pair": [special, first, second],
+        }
     return json.dumps(data)
+
+
+def added_token(id_: int, name: str, is_special: bool = True) -> dict[str, Any]:
+    """An element of ``added_tokens`` in a `tokenizer.json`."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id_, "content": name, "special": is_special} | flags
 
 
 TOKENIZERS = ("byte", "character")

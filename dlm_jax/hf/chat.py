@@ -79,18 +79,10 @@ class ChatTemplate:
         Raises:
           ValueError: the template is broken or rejects the messages.
         """
-        values = _variables(messages, more | {"add_generation_prompt": begins_answer})
+        values = _variables(messages, begins_answer, more)
         return self._render(values, continues).replace(_MARK, "")
 
-    def ids(
-        self,
-        messages: Messages,
-        /,
-        *,
-        begins_answer: bool = True,
-        continues: bool = False,
-        **more: Any,
-    ) -> np.ndarray:
+    def ids(self, messages: Messages, /, *, continues: bool = False, **more: Any) -> np.ndarray:
         """The token ids of `text` with the same arguments, int32 ``[n]``.
 
         Only the template writes special tokens: in `messages` and `more`, the names of special
@@ -98,9 +90,8 @@ class ChatTemplate:
         markers other than those around a turn are tokens.
         """
         if not isinstance(self.tokenizer, HubTokenizer):
-            options = {"begins_answer": begins_answer, "continues": continues, **more}
-            return self.tokenizer.encode(self.text(messages, **options))
-        values = _variables(messages, more | {"add_generation_prompt": begins_answer})
+            return self.tokenizer.encode(self.text(messages, continues=continues, **more))
+        values = _variables(messages, more.pop("begins_answer", True), more)
         marked, encode = self._quoted(values, continues)
         return encode(marked.replace(_MARK, ""))
 
@@ -120,25 +111,22 @@ class ChatTemplate:
             ids before it; or an answer is marked in several parts, or from within a token.
         """
         for place, message in enumerate(messages):
-            turn = self._turn(messages, place) if message["role"] == "assistant" else None
-            if turn is not None:
+            if message["role"] == "assistant" and (turn := self._turn(messages, place)):
                 yield turn
 
     def _turn(self, messages: Messages, place: int) -> tuple[np.ndarray, np.ndarray] | None:
         """The turn at a place; None if the template marks other turns alone."""
         problem = f"message {place + 1}: the chat template"
-        sent, encode = self._quoted(_variables(messages[:place], {"add_generation_prompt": True}))
+        sent, encode = self._quoted(_variables(messages[:place], True))
         prompt = sent.replace(_MARK, "")
         given = encode(prompt)
-        values = _variables(messages[: place + 1], {"add_generation_prompt": False})
-        written, encode = self._quoted(values)
+        written, encode = self._quoted(_variables(messages[: place + 1], False))
         parts = written.split(_MARK)
         text, start = "".join(parts), given
         if "endgeneration" in self.source:
-            places = [0, *itertools.accumulate(map(len, parts))]
+            ends = list(itertools.accumulate(map(len, parts)))
             new = len(os.path.commonprefix([prompt, text]))
-            spans = zip(places[1:-1:2], places[2:-1:2], strict=True)
-            spans = [span for span in spans if span[1] > new]
+            spans = [one for one in zip(ends[:-1:2], ends[1::2], strict=True) if one[1] > new]
             if not spans:
                 return None
             if any(one[1] != two[0] for one, two in itertools.pairwise(spans)):
@@ -267,14 +255,21 @@ class ChatTemplate:
             raise ValueError(f"chat_template rejects the messages ({reason})") from None
 
 
-def _variables(messages: Messages, more: Mapping[str, Any]) -> dict[str, Any]:
+def _variables(
+    messages: Messages, begins_answer: bool, more: Mapping[str, Any] = {}
+) -> dict[str, Any]:
     """The variables of a template that depend on a conversation."""
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise ValueError(f"messages[{place}]={message!r} lacks role or content; provide both")
-    clock = datetime.now().strftime
-    turns = [dict(message) for message in messages]
-    return {"messages": turns, "tools": None, "documents": None, "strftime_now": clock, **more}
+    return {
+        "messages": [dict(message) for message in messages],
+        "tools": None,
+        "documents": None,
+        "strftime_now": datetime.now().strftime,
+        **more,
+        "add_generation_prompt": begins_answer,
+    }
 
 
 def saved_chat(meta: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -307,10 +302,6 @@ class _Generation(Extension):
         return f"{_MARK}{caller()}{_MARK}"
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -323,7 +314,9 @@ def _compiled(source: str) -> jinja2.Template:
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", _Generation],
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
+        value, ensure_ascii=ensure_ascii, **options
+    )
     environment.globals["raise_exception"] = _refuse
     try:
         return environment.from_string(source)

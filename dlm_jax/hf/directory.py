@@ -6,6 +6,7 @@ A written directory can be read by the family's own programs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.config import Config, DataConfig, ModelConfig, ObjectiveConfig, SamplingParams
-from dlm_jax.data import NO_MASK, HubTokenizer, SubwordTokenizer, check_fits, qwen_json
+from dlm_jax.data import NO_MASK, HubTokenizer, SubwordTokenizer, check_fits
+from dlm_jax.data.tokenizers import added_token, bpe_json, qwen_split
 from dlm_jax.hf.chat import ChatTemplate
 from dlm_jax.hf.families import (
     GENERATION,
@@ -45,12 +47,12 @@ from dlm_jax.model.lora import STACKS
 from dlm_jax.model.transformer import build
 from dlm_jax.randomness import key_of
 from dlm_jax.settings import SettingError
+from dlm_jax.store.files import said as reason_of
 from dlm_jax.types import Params
 
 CONFIG = "config.json"
 TEMPLATE = "chat_template.jinja"
 _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<mask>")
-_ADDED_MASK = "<|mask|>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +123,7 @@ def read_published(
     is_half = (dtype or tensors.entries[table].dtype.name) == "bfloat16"
     whole = dataclasses.replace(whole, compute_dtype="bfloat16" if is_half else "float32")
     config = dataclasses.replace(described.config, model=whole)
-    chat = read_chat(directory, described.tokenizer)
-    return dataclasses.replace(described, config=config, params=params, chat=chat)
+    return dataclasses.replace(described, config=config, params=params)
 
 
 class _WithMaskRow:
@@ -130,22 +131,19 @@ class _WithMaskRow:
 
     def __init__(self, tensors: Tensors, tables: Sequence[str]):
         self.entries, self._tensors, self._tables = tensors.entries, tensors, tables
-        self._last: tuple[str, np.ndarray] | None = None  # every device reads its part of a table
+        # Every device reads its part of a table.
+        self._extended = functools.lru_cache(maxsize=1)(self._extend)
 
     def read(self, name: str) -> np.ndarray:
-        if name not in self._tables:
-            return self._tensors.read(name)
-        if self._last is None or self._last[0] != name:
-            table = np.asarray(self._tensors.read(name), np.float32)
-            row = np.asarray(jnp.mean(table, axis=0, keepdims=True))
-            self._last = name, np.concatenate([table, row])
-        return self._last[1]
+        return self._extended(name) if name in self._tables else self._tensors.read(name)
+
+    def _extend(self, name: str) -> np.ndarray:
+        table = np.asarray(self._tensors.read(name), np.float32)
+        return np.concatenate([table, np.asarray(jnp.mean(table, axis=0, keepdims=True))])
 
 
 def _describe(directory: Path, ignore: Sequence[str] = (), *, adds_mask: bool) -> Published:
-    """The content of a directory without parameters and chat template, for a vocabulary of the
-    stored size.
-    """
+    """The content of a directory without parameters, for a vocabulary of the stored size."""
     family, model, longest, fields = read_model(directory, ignore)
     length = min(family.trained_length or longest, longest)
     settings = read_settings(directory, length, lambda said: family.recommended(said, model))
@@ -163,8 +161,16 @@ def _describe(directory: Path, ignore: Sequence[str] = (), *, adds_mask: bool) -
         objective=ObjectiveConfig(process=family.process),
         sample=recommended(implied_sample(family, model, length), settings),
     )
-    presets = presets_of(family, model)
-    return Published(family, config, {}, tokenizer, None, presets, more_eos, settings)
+    return Published(
+        family=family,
+        config=config,
+        params={},
+        tokenizer=tokenizer,
+        chat=read_chat(directory, tokenizer),
+        presets=presets_of(family, model),
+        more_eos_ids=more_eos,
+        settings=settings,
+    )
 
 
 def read_shape(
@@ -235,20 +241,38 @@ def read_tokenizer(
 ) -> tuple[HubTokenizer, tuple[int, ...]]:
     """A directory's tokenizer, and the ids other than EOS that end a generation.
 
-    Special tokens are read from generation_config.json, config.json, tokenizer_config.json and the
-    defaults of the family, in this order of precedence. An id of -1 means that there is no token.
+    The tokenizer is made from vocab.json and merges.txt if there is no tokenizer.json. Special
+    tokens are read from generation_config.json, config.json, tokenizer_config.json and the defaults
+    of the family, in this order of precedence. An id of -1 means that there is no token.
     With `adds_mask`, a vocabulary without MASK and without a free id gets MASK as a new last id.
     """
     generation = _optional(directory / GENERATION)
     names = _optional(directory / "tokenizer_config.json")
-    plain = _plain_tokenizer(directory, names)
+    file = directory if is_gguf(directory) else directory / "tokenizer.json"
+    try:
+        if is_gguf(directory):
+            content = opened(directory).tokenizer
+        elif file.exists():
+            content = file.read_text(encoding="utf-8-sig")
+        else:
+            lines = (directory / "merges.txt").read_text(encoding="utf-8-sig").splitlines()
+            merges = [line for line in lines if line and not line.startswith("#version")]
+            added = {
+                int(id_): (token["content"], bool(token.get("special")))
+                for id_, token in names.get("added_tokens_decoder", {}).items()
+            }
+            vocabulary = read_json(directory / "vocab.json")
+            content = bpe_json(vocabulary, merges, added, (qwen_split(1),))
+        plain = HubTokenizer(content, 0, 0, 0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} cannot be used ({reason_of(error)}); download it again") from None
 
     def ids(role: str) -> tuple[int, ...]:
         for source in (generation, config):
             value = source.get(f"{role}_token_id")
-            given: tuple[Any, ...] = tuple(value) if isinstance(value, list) else (value,)
-            if value not in (None, -1) and given and all(isinstance(id_, int) for id_ in given):
-                return given
+            given = value if isinstance(value, list) else [value]
+            if value != -1 and given and all(isinstance(id_, int) for id_ in given):
+                return tuple(given)
         token = names.get(f"{role}_token")
         name = token.get("content") if isinstance(token, dict) else token
         id_ = None if name is None else plain.id_of(str(name))
@@ -274,9 +298,8 @@ def read_tokenizer(
     if not eos:
         raise ValueError(f"{_config_of(directory)} has no field 'eos_token_id'; add it")
     if not roles["mask"] and adds_mask:
-        data, flags = json.loads(plain.content), ("single_word", "lstrip", "rstrip", "normalized")
-        token = {"id": vocab_size, "content": _ADDED_MASK} | dict.fromkeys(flags, False)
-        data["added_tokens"] = [*(data.get("added_tokens") or ()), token | {"special": True}]
+        data, token = json.loads(plain.content), added_token(vocab_size, "<|mask|>")
+        data["added_tokens"] = [*(data.get("added_tokens") or ()), token]
         plain = HubTokenizer(json.dumps(data, ensure_ascii=False), 0, 0, 0)
         roles["mask"] = (vocab_size,)
         vocab_size += 1
@@ -285,7 +308,7 @@ def read_tokenizer(
     try:
         check_fits(tokenizer, vocab_size)
     except ValueError as error:
-        raise ValueError(f"{_tokenizer_of(directory)}: {error}") from None
+        raise ValueError(f"{file}: {error}") from None
     return tokenizer, eos[1:]
 
 
@@ -305,34 +328,6 @@ def read_chat(directory: Path, tokenizer: HubTokenizer) -> ChatTemplate | None:
 
 def _optional(file: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
-
-
-def _tokenizer_of(directory: Path) -> Path:
-    return directory if is_gguf(directory) else directory / "tokenizer.json"
-
-
-def _plain_tokenizer(directory: Path, names: Mapping[str, Any]) -> HubTokenizer:
-    """The tokenizer of a directory before its special tokens are known. It is made from vocab.json
-    and merges.txt if there is no tokenizer.json.
-    """
-    file = _tokenizer_of(directory)
-    try:
-        if is_gguf(directory):
-            content = opened(directory).tokenizer
-        elif file.exists():
-            content = file.read_text(encoding="utf-8-sig")
-        else:
-            lines = (directory / "merges.txt").read_text(encoding="utf-8-sig").splitlines()
-            merges = [line for line in lines if line and not line.startswith("#version")]
-            added = [
-                {"id": int(id_), "content": token["content"], "special": bool(token.get("special"))}
-                for id_, token in names.get("added_tokens_decoder", {}).items()
-            ]
-            content = qwen_json(read_json(directory / "vocab.json"), merges, added)
-        return HubTokenizer(content, 0, 0, 0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{file} cannot be used ({reason}); download it again") from None
 
 
 KEPT = ("chat_template", "published")
@@ -429,14 +424,31 @@ def write_published(
     if model.qkv_bias and not config.model.qkv_bias:
         config, stored = dataclasses.replace(config, model=model), _with_zero_biases(stored)
     pieces = pieces_of(layout.tensors, stored, layers=config.model.layers)
-    files = _config_files(layout, config, tokenizer, more_eos_ids, str(stored["embedding"].dtype))
-    if chat is not None:
-        files["tokenizer_config.json"]["chat_template"] = chat.source
+
+    model, longest = config.model, config.data.seq_len
+    ids = {role: getattr(tokenizer, f"{role}_id") for role in ("mask", "pad", "eos", "bos")}
+    ids = {role: id_ for role, id_ in ids.items() if id_ not in (None, NO_MASK)}
+    generation: dict[str, Any] = {f"{role}_token_id": id_ for role, id_ in ids.items()}
+    fields = layout.write(model) | generation | {layout.max_length: longest, "use_cache": False}
+    fields["torch_dtype"] = str(stored["embedding"].dtype)
+    outer = {name: fields.pop(name) for name in layout.outside}
+    outer |= {"architectures": [layout.architectures[0]], "model_type": layout.model_type}
+    fields = outer | ({layout.within: fields} if layout.within else fields)
+    if more_eos_ids:
+        generation["eos_token_id"] = [tokenizer.eos_id, *more_eos_ids]
+    if not layout.generates_from_mask:
+        generation.pop("mask_token_id", None)
+    implied = implied_sample(layout, model, min(layout.trained_length or longest, longest))
+    if config.sample != implied:
+        generation |= settings_fields(config.sample, implied)
+    names = {f"{role}_token": name for role, id_ in ids.items() if (name := tokenizer.token(id_))}
+    names |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    names |= {} if chat is None else {"chat_template": chat.source}
+
     texts = {"tokenizer.json": tokenizer.content} | ({TEMPLATE: chat.source} if chat else {})
-    for name, values in files.items():
-        is_config = name == CONFIG
-        text = json.dumps(values, indent=2, ensure_ascii=is_config, sort_keys=is_config)
-        texts[name] = text + "\n"
+    texts[CONFIG] = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+    for name, values in ((GENERATION, generation), ("tokenizer_config.json", names)):
+        texts[name] = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         temporary.mkdir(parents=True)
@@ -451,48 +463,12 @@ def write_published(
 
 def _with_zero_biases(params: Params) -> Params:
     """The parameters of an equal model with biases on queries, keys and values."""
-    biased = dict(params)
-    for stack in STACKS:
-        if stack in params:
-            attention = dict(params[stack]["attention"])
-            for part in ("query", "key", "value"):
-                kernel = attention[part]["kernel"]
-                bias = np.zeros((kernel.shape[0], kernel.shape[-1]), kernel.dtype)
-                attention[part] = attention[part] | {"bias": bias}
-            biased[stack] = params[stack] | {"attention": attention}
-    return biased
 
+    def biased(stack: Params) -> Params:
+        attention = dict(stack["attention"])
+        for part in ("query", "key", "value"):
+            bias = np.zeros_like(attention[part]["kernel"][:, 0])
+            attention[part] = attention[part] | {"bias": bias}
+        return stack | {"attention": attention}
 
-def _config_files(
-    family: Family,
-    config: Config,
-    tokenizer: HubTokenizer,
-    more_eos: tuple[int, ...],
-    dtype: str,
-) -> dict[str, dict[str, Any]]:
-    """The fields of a directory's JSON files, but for the chat template."""
-    model, sample = config.model, config.sample
-    roles = ("mask", "pad", "eos", "bos")
-    ids = {role: getattr(tokenizer, f"{role}_id") for role in roles}
-    ids = {role: id_ for role, id_ in ids.items() if id_ not in (None, NO_MASK)}
-    said: dict[str, Any] = {f"{role}_token_id": id_ for role, id_ in ids.items()}
-    fields = family.write(model) | said
-    fields |= {family.max_length: config.data.seq_len, "torch_dtype": dtype, "use_cache": False}
-    outer = {name: fields.pop(name) for name in family.outside}
-    whole = {"architectures": [family.architectures[0]], "model_type": family.model_type}
-    fields = outer | whole | ({family.within: fields} if family.within else fields)
-    names = {f"{role}_token": tokenizer.token(id_) for role, id_ in ids.items()}
-    names = {name: token for name, token in names.items() if token}
-    if more_eos:
-        said["eos_token_id"] = [tokenizer.eos_id, *more_eos]
-    if not family.generates_from_mask:
-        said.pop("mask_token_id", None)
-    length = min(family.trained_length or config.data.seq_len, config.data.seq_len)
-    implied = implied_sample(family, model, length)
-    if sample != implied:
-        said |= settings_fields(sample, implied)
-    return {
-        CONFIG: fields,
-        GENERATION: said,
-        "tokenizer_config.json": names | {"tokenizer_class": "PreTrainedTokenizerFast"},
-    }
+    return params | {name: biased(params[name]) for name in STACKS if name in params}

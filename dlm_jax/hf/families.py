@@ -92,12 +92,10 @@ UNPUBLISHED = frozenset(
 
 def comparable(model: ModelConfig) -> dict[str, Any]:
     """The settings that affect the computation of a model, in canonical form."""
-    said = dict(vars(model))
-    said["kv_heads"] = model.kv_heads or model.heads
-    said["head_size"] = model.size_of_head
-    for key in (UNPUBLISHED - {"lora_rank"}) | {"start_id"}:
-        del said[key]
-    return said
+    said = vars(model) | {"kv_heads": model.kv_heads or model.heads}
+    said |= {"head_size": model.size_of_head}
+    idle = (UNPUBLISHED - {"lora_rank"}) | {"start_id"}
+    return {key: value for key, value in said.items() if key not in idle}
 
 
 GENERATION = "generation_config.json"
@@ -157,26 +155,23 @@ def read_settings(
 
 def settings_fields(sample: SamplingParams, implied: SamplingParams) -> dict[str, Any]:
     """The fields of generation_config.json from which `read_settings` restores `sample`."""
+    values = {name: getattr(sample, name) for name in BUILT_IN.settings}
+    changed = {name for name, value in values.items() if value != getattr(implied, name)}
+    if "gen_length" in changed:  # without it, a reader scales the number of steps
+        changed.add("steps")
     names = {name: field for field, name in _SHARED.items()}
-    fields: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
-    for name in BUILT_IN.settings:
-        value = getattr(sample, name)
-        is_scaled = name == "steps" and sample.gen_length != implied.gen_length
-        if value == getattr(implied, name) and not is_scaled:
-            continue
-        if name in names and (name, value) != ("gen_length", 0):
-            fields[names[name]] = value
-        else:
-            extra[name] = value
+    if not sample.gen_length:
+        del names["gen_length"]
+    fields = {names[name]: values[name] for name in names if name in changed}
     if fields.keys() & set(_SAMPLING):
         fields["do_sample"] = sample.temperature > 0
         fields["temperature"] = sample.temperature
         if not fields["do_sample"]:
             del fields["temperature"]
-    # A reader takes a temperature without its end for that of all steps.
-    if {"temperature", "do_sample"} & fields.keys() and sample.temperature_end != -1:
-        extra["temperature_end"] = sample.temperature_end
+        # A reader takes a temperature without its end for that of all steps.
+        if sample.temperature_end != -1:
+            changed.add("temperature_end")
+    extra = {name: values[name] for name in values if name in changed - names.keys()}
     return fields | ({OWN: extra} if extra else {})
 
 

@@ -7,7 +7,6 @@ implemented is refused by name. The package `gguf` (the extra ``gguf``) reads th
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -18,9 +17,10 @@ import ml_dtypes
 import numpy as np
 
 from dlm_jax.config import RopeScaling
-from dlm_jax.data.tokenizers import qwen_split
+from dlm_jax.data.tokenizers import bpe_json, qwen_split
 from dlm_jax.hf.families import family_of
 from dlm_jax.hf.family import FileFields
+from dlm_jax.hf.qwen import scaling_fields
 from dlm_jax.hf.tensors import TensorLocation
 from dlm_jax.model.attention import rotary_multipliers
 from dlm_jax.settings import SettingError
@@ -174,17 +174,9 @@ class GgufFile:
         return np.ascontiguousarray(parts.swapaxes(1, 2).reshape(values.shape))
 
     def _config(self, fields: FileFields, name: str) -> dict[str, Any]:
-        architecture, is_alternating = ARCHITECTURES[name]
-        arch = FileFields(
-            {
-                key.removeprefix(f"{name}."): value
-                for key, value in fields.values.items()
-                if key.startswith(f"{name}.")
-            },
-            str(self.path),
-            within=f"{name}.",
-        )
-        self._fields = arch
+        (architecture, is_alternating), within = ARCHITECTURES[name], f"{name}."
+        inner = {k[len(within) :]: v for k, v in fields.values.items() if k.startswith(within)}
+        self._fields = arch = FileFields(inner, str(self.path), within)
         width, heads = arch.take("embedding_length", int), arch.take("attention.head_count", int)
         groups = arch.take("attention.head_count_kv", int, heads)
         size = arch.take("attention.key_length", int, width // max(heads, 1))
@@ -232,13 +224,7 @@ class GgufFile:
                 f"{self.path}: the tensor 'rope_freqs.weight' is not the scaling of Llama 3.1, "
                 "which is the only one that is read"
             )
-        return {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low,
-            "high_freq_factor": scaling.high,
-            "original_max_position_embeddings": 8192,
-        }
+        return scaling_fields(scaling)
 
 
 @functools.lru_cache(maxsize=1)
@@ -261,30 +247,25 @@ def _decimal(value: float) -> float:
 def _scaling(fields: FileFields) -> dict[str, Any] | None:
     """The ``rope_scaling`` of config.json for the fields ``rope.scaling``."""
     kind = fields.take("rope.scaling.type", str, "none")
-    numbers = {
-        "factor": fields.take("rope.scaling.factor", float, 0.0),
-        "original_max_position_embeddings": fields.take(
-            "rope.scaling.original_context_length", float, 0.0
-        ),
-        "beta_fast": fields.take("rope.scaling.yarn_beta_fast", float, 0.0),
-        "beta_slow": fields.take("rope.scaling.yarn_beta_slow", float, 0.0),
+    names = {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_context_length",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
     }
-    if kind == "none":
-        return None
-    return {"rope_type": kind} | {name: value for name, value in numbers.items() if value}
+    numbers = {ours: fields.take(f"rope.scaling.{name}", float, 0) for ours, name in names.items()}
+    known = {name: value for name, value in numbers.items() if value}
+    return None if kind == "none" else {"rope_type": kind} | known
 
 
 def _special_ids(fields: FileFields) -> dict[str, Any]:
-    """The ids of special tokens, by their fields in config.json."""
-    ids = {
-        f"{role}_token_id": fields.take(f"tokenizer.ggml.{name}_token_id", int, -1)
-        for role, name in (("bos", "bos"), ("pad", "padding"), ("mask", "mask"))
-    }
-    ends = [fields.take(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot")]
-    ends = list(dict.fromkeys(id_ for id_ in ends if id_ >= 0))
-    return {name: id_ for name, id_ in ids.items() if id_ >= 0} | (
-        {"eos_token_id": ends} if ends else {}
+    """The ids of special tokens, by their fields in config.json; -1 for a missing token."""
+    bos, pad, mask, *ends = (
+        fields.take(f"tokenizer.ggml.{name}_token_id", int, -1)
+        for name in ("bos", "padding", "mask", "eos", "eot")
     )
+    eos = list(dict.fromkeys(id_ for id_ in ends if id_ >= 0)) or None
+    return {"bos_token_id": bos, "pad_token_id": pad, "mask_token_id": mask, "eos_token_id": eos}
 
 
 def _tokenizer_json(fields: FileFields) -> str:
@@ -297,45 +278,20 @@ def _tokenizer_json(fields: FileFields) -> str:
             raise fields.refuse(f"tokenizer.ggml.{name}", value, reason)
     tokens = fields.take("tokenizer.ggml.tokens", list)
     kinds = fields.take("tokenizer.ggml.token_type", list, [1] * len(tokens))
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     is_llama = pre == "llama-bpe"
-    bytes_of = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    splits = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in _PATTERNS[pre]
-    ]
-    data: dict[str, Any] = {
-        "version": "1.0",
-        "added_tokens": [
-            flags | {"id": id_, "content": token, "special": kinds[id_] == _CONTROL}
+    bos_id = fields.values.get("tokenizer.ggml.bos_token_id", -1)
+    begins = fields.take("tokenizer.ggml.add_bos_token", bool, is_llama)
+    return bpe_json(
+        {token: id_ for id_, token in enumerate(tokens) if kinds[id_] != _UNUSED},
+        fields.take("tokenizer.ggml.merges", list),
+        {
+            id_: (token, kinds[id_] == _CONTROL)
             for id_, token in enumerate(tokens)
             if kinds[id_] in (_CONTROL, _ADDED)
-        ],
-        # The tokenizer.json of Qwen composes characters first, though llama.cpp does not.
-        "normalizer": {"type": "NFC"} if "qwen" in pre else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_of]},
-        "decoder": bytes_of,
-        "model": {
-            "type": "BPE",
-            "vocab": {token: id_ for id_, token in enumerate(tokens) if kinds[id_] != _UNUSED},
-            "ignore_merges": is_llama,
-            "merges": fields.take("tokenizer.ggml.merges", list),
         },
-    }
-    bos_id = fields.values.get("tokenizer.ggml.bos_token_id", -1)
-    if fields.take("tokenizer.ggml.add_bos_token", bool, is_llama) and 0 <= bos_id < len(tokens):
-        bos = {"id": tokens[bos_id], "ids": [bos_id], "tokens": [tokens[bos_id]]}
-        special = {"SpecialToken": {"id": tokens[bos_id], "type_id": 0}}
-        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-        data["post_processor"] = {
-            "type": "TemplateProcessing",
-            "special_tokens": {tokens[bos_id]: bos},
-            "single": [special, first],
-            "pair": [special, first, second],
-        }
-    return json.dumps(data)
+        _PATTERNS[pre],
+        # The tokenizer.json of Qwen composes characters first, though llama.cpp does not.
+        composes="qwen" in pre,
+        ignore_merges=is_llama,
+        bos=(tokens[bos_id], bos_id) if begins and 0 <= bos_id < len(tokens) else None,
+    )

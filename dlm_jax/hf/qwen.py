@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dlm_jax.config import KINDS_OF_SCALING, ModelConfig, RopeScaling, read_scaling
+from dlm_jax.config import ModelConfig, RopeScaling, read_scaling
 from dlm_jax.hf.family import Family, FileFields
 
 SHAPE = {
@@ -48,6 +48,25 @@ TABLES = {
 }
 
 
+SCALING_FIELDS = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "original": "original_max_position_embeddings",
+        "low": "low_freq_factor",
+        "high": "high_freq_factor",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original": "original_max_position_embeddings",
+        "low": "beta_slow",
+        "high": "beta_fast",
+        "scale": "attention_factor",
+    },
+}
+"""The fields of ``rope_scaling`` for the numbers of each kind of scaling."""
+
+
 def read_rope(fields: FileFields, settings: dict[str, Any]) -> dict[str, Any]:
     """The base and scaling of the rotary frequencies, and the rotated share if `settings` have one.
 
@@ -58,8 +77,8 @@ def read_rope(fields: FileFields, settings: dict[str, Any]) -> dict[str, Any]:
     name, said = ("rope_scaling", older) if older else ("rope_parameters", newer)
     inner = FileFields(said, f"{fields.where}: {name}", f"{name}.")
     kind = inner.take("rope_type", str, inner.take("type", str, "default"))
-    if kind not in ("default", *KINDS_OF_SCALING):
-        known = ", ".join(("default", *KINDS_OF_SCALING))
+    if kind not in ("default", *SCALING_FIELDS):
+        known = ", ".join(("default", *SCALING_FIELDS))
         raise fields.refuse(name, said, f"is not implemented; only the types {known} are")
     share = inner.take("partial_rotary_factor", float, settings.get("rotary_share", 1.0))
     if share != 1 and "rotary_share" not in settings:
@@ -76,53 +95,39 @@ def read_rope(fields: FileFields, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _read_scaling(fields: FileFields, kind: str, longest: float) -> RopeScaling:
     """The scaling of the given kind; `longest` is the maximum row length, as in transformers."""
-    if kind == "linear":
-        return RopeScaling(kind, fields.take("factor", float))
-    original = fields.take("original_max_position_embeddings", float, longest)
-    if kind == "llama3":
-        return RopeScaling(
-            kind,
-            fields.take("factor", float),
-            original,
-            low=fields.take("low_freq_factor", float),
-            high=fields.take("high_freq_factor", float),
-        )
-    fields.must(truncate=True)
-    factor = fields.take("factor", float, longest / original)
-    scale = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-    return RopeScaling(
-        kind,
-        factor,
-        original,
-        low=fields.take("beta_slow", float, 0.0) or 1.0,
-        high=fields.take("beta_fast", float, 0.0) or 32.0,
-        scale=fields.take("attention_factor", float, scale),
-    )
+    names, values = SCALING_FIELDS[kind], {}
+    if "original" in names:
+        values["original"] = fields.take(names["original"], float, longest)
+    if kind == "yarn":
+        fields.must(truncate=True)
+        factor = fields.take("factor", float, longest / values["original"])
+        scale = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        values |= {
+            "factor": factor,
+            "low": fields.take("beta_slow", float, 0.0) or 1.0,
+            "high": fields.take("beta_fast", float, 0.0) or 32.0,
+            "scale": fields.take("attention_factor", float, scale),
+        }
+    others = {
+        name: fields.take(field, float) for name, field in names.items() if name not in values
+    }
+    return RopeScaling(kind, **values, **others)
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
     """The fields of config.json for the rotary frequencies; `read_rope` is the inverse."""
     scaling = read_scaling(model.rope_scaling)
-    if scaling is None:
-        return {"rope_theta": model.rope_theta, "rope_scaling": None}
-    low, high = (
-        ("beta_slow", "beta_fast")
-        if scaling.kind == "yarn"
-        else ("low_freq_factor", "high_freq_factor")
-    )
-    names = {
-        "factor": "factor",
-        "original": "original_max_position_embeddings",
-        "low": low,
-        "high": high,
-        "scale": "attention_factor",
-    }
-    said: dict[str, Any] = {"rope_type": scaling.kind}
-    for setting in KINDS_OF_SCALING[scaling.kind]:
-        value = getattr(scaling, setting)
-        is_whole = setting == "original" and value.is_integer()
-        said[names[setting]] = int(value) if is_whole else value
-    return {"rope_theta": model.rope_theta, "rope_scaling": said}
+    fields = None if scaling is None else scaling_fields(scaling)
+    return {"rope_theta": model.rope_theta, "rope_scaling": fields}
+
+
+def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
+    """The field ``rope_scaling`` of config.json."""
+    fields: dict[str, Any] = {"rope_type": scaling.kind}
+    for name, field in SCALING_FIELDS[scaling.kind].items():
+        value = getattr(scaling, name)
+        fields[field] = int(value) if name == "original" and value.is_integer() else value
+    return fields
 
 
 def _read(fields: FileFields, settings: dict[str, Any]) -> dict[str, Any]:

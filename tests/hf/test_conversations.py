@@ -145,16 +145,13 @@ def directory(tmp_path_factory):
     made = cases.write(folder / "model", "dream")
     (made / "tokenizer.json").write_text(BPE.content)
     said = {"mask_token_id": BPE.mask_id, "pad_token_id": BPE.pad_id, "eos_token_id": BPE.eos_id}
-    for file in ("config.json", "generation_config.json"):
-        (made / file).write_text(json.dumps(json.loads((made / file).read_text()) | said))
-    config = json.loads((made / "config.json").read_text()) | {"vocab_size": BPE.vocab_size}
-    (made / "config.json").write_text(json.dumps(config))
+    cases.edit(made / "generation_config.json", **said)
+    cases.edit(made / "config.json", vocab_size=BPE.vocab_size, **said)
+    config = cases.CONFIGS["dream"] | {"vocab_size": BPE.vocab_size}
     for file in made.glob("*.safetensors*"):
         file.unlink()
     cases.write_weights(made, cases.tensors("dream", config), 1)
-    (made / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": cases.CHATS["chatml"]})
-    )
+    cases.edit(made / "tokenizer_config.json", chat_template=cases.CHATS["chatml"])
     lines = [form for form, *_ in FORMS] + [{"messages": TALK}] * 2
     (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder

@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 import transformers_cases as cases
 from oracles.published import Oracle
+from published_cases import edit, logits_of
 
 import dlm_jax
 import dlm_jax.config as configs
@@ -55,14 +56,6 @@ def _asked(folder, source, **changes):
     return configs.load(None, {name: str(value) for name, value in flags.items()})
 
 
-def _logits(model, ids):
-    tokens = jnp.asarray(ids, jnp.int32)
-    length = jnp.full(tokens.shape[0], tokens.shape[1])
-    hidden_BLD, _ = model.network.trunk(model.params, tokens, length, None)
-    logits = model.network.readout(model.params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
-    return np.asarray(logits).reshape(*tokens.shape, -1)
-
-
 @pytest.mark.parametrize(
     ("is_tied", "changes"),
     [(False, {}), (True, {"mesh__fsdp": 4})],
@@ -87,8 +80,7 @@ def test_a_full_vocabulary_gains_a_mask_with_the_mean_of_the_rows(tmp_path, is_t
 
 def test_a_run_ignores_the_fields_that_it_is_told_to(tmp_path):
     _write(tmp_path / "model", "llama")
-    file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"new_field": 3}))
+    edit(tmp_path / "model" / "config.json", new_field=3)
     with pytest.raises(ValueError, match="or train.ignore_config=new_field$"):
         prepare(_asked(tmp_path, tmp_path / "model"), report=lambda line: None)
     asked = _asked(tmp_path, tmp_path / "model", train__ignore_config="new_field", train__steps=1)
@@ -129,12 +121,12 @@ def test_adapters_train_the_embedding_of_a_new_mask(converted, tmp_path):
     assert again.tokenizer.mask_id == FULL and again.family == "fast_dllm"
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.mask_token_id == FULL
-    ours, after = _logits(model, ids)[..., :FULL], _logits(again, ids)[..., :FULL]
+    ours, after = logits_of(model, ids)[..., :FULL], logits_of(again, ids)[..., :FULL]
     np.testing.assert_allclose(after, ours, rtol=1e-4, atol=1e-4)
     plain = dataclasses.replace(model, params=model.params | {"adapters": {
         name: tree for name, tree in model.params["adapters"].items() if name != "mask"
     }})  # fmt: skip
-    assert np.abs(_logits(plain, ids)[..., :FULL] - ours).max() > 1e-6
+    assert np.abs(logits_of(plain, ids)[..., :FULL] - ours).max() > 1e-6
 
 
 @pytest.mark.parametrize("saved", ["run", "best", "file"])
@@ -187,8 +179,8 @@ def test_a_converted_model_is_exported_as_a_family_with_its_formula(tmp_path, wa
     again = dlm_jax.load(out)
     assert again.family == family and again.max_length == LENGTH
     ids = np.random.default_rng(0).integers(0, FULL + 1, (2, 12))
-    ours = _logits(model, ids)
-    np.testing.assert_allclose(_logits(again, ids), ours, rtol=1e-4, atol=1e-4)
+    ours = logits_of(model, ids)
+    np.testing.assert_allclose(logits_of(again, ids), ours, rtol=1e-4, atol=1e-4)
     said = json.loads((out / "config.json").read_text())
     oracle = Oracle(said, safetensors.numpy.load_file(out / "model.safetensors"))
     number = np.arange(ids.shape[1]) // (block or ids.shape[1])

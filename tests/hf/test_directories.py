@@ -1,6 +1,5 @@
 """Directories load as their authors publish them. References are models of transformers."""
 
-import jax.numpy as jnp
 import numpy as np
 import published_cases as cases
 import pytest
@@ -28,8 +27,7 @@ def _near_theirs(model, theirs, length=60):
     import torch
 
     ids = np.random.default_rng(0).integers(0, FULL, length)
-    hidden, _ = model.network.trunk(model.params, jnp.array(ids[None]), jnp.array([length]), None)
-    ours = model.network.readout(model.params, hidden[0])[1:]
+    ours = cases.logits_of(model, ids[None])[0, 1:]
     start = model.config.model.start_id
     given = ids[:-1] if start < 0 else [start, *ids[:-1]]
     with torch.no_grad():

@@ -175,10 +175,7 @@ def test_a_canvas_beside_a_cached_text_is_that_behind_the_text(both, forward):
 def test_loading_exporting_and_loading_is_the_identity(both, tmp_path):
     reference, directory, model = both
     dlm_jax.export(model, tmp_path / "out", max_shard_bytes=50_000)
-    again = dlm_jax.load(tmp_path / "out")
-    assert again.config == model.config
-    assert (again.tokenizer, again.chat) == (model.tokenizer, model.chat)
-    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    cases.assert_same_model(dlm_jax.load(tmp_path / "out"), model)
     # The reference reads what is written, but for the tower of images, which is left out.
     back = classes.DiffusionGemmaForBlockDiffusion.from_pretrained(
         tmp_path / "out", config=reference.config
@@ -214,9 +211,9 @@ def test_loading_exporting_and_loading_is_the_identity(both, tmp_path):
 def test_fields_that_it_does_not_implement_are_refused_by_name(both, tmp_path, file, changes, text):
     shutil.copytree(both[1], tmp_path, dirs_exist_ok=True)
     path = tmp_path / f"{file}.json"
-    config = json.loads(path.read_text())
-    config.get("text_config", config).update(changes)
-    path.write_text(json.dumps(config))
+    if inner := json.loads(path.read_text()).get("text_config"):
+        changes = {"text_config": inner | changes}
+    cases.edit(path, **changes)
     with pytest.raises(ValueError, match=text) as refused:
         dlm_jax.load(tmp_path)
     assert "\n" not in str(refused.value)

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import published_cases as cases
 import pytest
@@ -138,12 +137,6 @@ def _tensors(name, seed=0):
                          CONFIGS[name], seed=seed)  # fmt: skip
 
 
-def _logits(model, length=24):
-    ids = np.random.default_rng(1).integers(4, 30, length)
-    hidden, _ = model.network.trunk(model.params, jnp.array(ids[None]), jnp.array([length]), None)
-    return np.asarray(model.network.readout(model.params, hidden[0]), np.float32)
-
-
 def _directory(path, name, tensors):
     """The hub directory of the same tensors."""
     path.mkdir()
@@ -168,7 +161,9 @@ def test_logits_are_those_of_the_directory_with_the_dequantised_tensors(name, qu
     assert model.family == other.family and model.chat is not None
     known = vars(other.config.model) | {"start_id": model.config.model.start_id}
     assert vars(model.config.model) == known
-    np.testing.assert_allclose(_logits(model), _logits(other), rtol=1e-5, atol=1e-5)
+    ids = np.random.default_rng(1).integers(4, 30, (1, 24))
+    ours, theirs = (cases.logits_of(one, ids) for one in (model, other))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     half = dlm_jax.load(tmp_path / "model.gguf", dtype="bfloat16")
     assert {leaf.dtype.name for leaf in jax.tree.leaves(half.params)} == {"bfloat16"}
 
@@ -198,6 +193,13 @@ def test_yarn_of_a_file_is_that_of_a_config(tmp_path):
     assert found.startswith("yarn:factor=4.0,original=16.0,low=1.0,high=32.0,scale=1.138")
 
 
+def _drop(writer, prefix):
+    """Drops the metadata whose names begin with a prefix."""
+    for values in writer.kv_data:
+        for name in [name for name in values if name.startswith(prefix)]:
+            del values[name]
+
+
 BAD = {
     "an architecture": ("general.architecture='gpt2'", lambda w: w.add_string(
         "general.architecture", "gpt2")),
@@ -217,10 +219,7 @@ def test_what_is_not_implemented_is_refused_by_name(what, tmp_path):
     told, change = BAD[what]
 
     def replaced(writer):
-        for kept in writer.kv_data:
-            for name in ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"):
-                if told.startswith(f"{name}="):
-                    kept.pop(name, None)
+        _drop(writer, told.partition("=")[0])
         change(writer)
 
     _write(tmp_path / "model.gguf", "llama", _tensors("llama"), change=replaced)
@@ -285,9 +284,7 @@ def _with_pre(path, pre, vocab, merges):
     """The tokenizer with the vocabulary of a BPE and the split `pre`."""
 
     def change(writer):
-        for kept in writer.kv_data:
-            for name in [name for name in kept if name.startswith("tokenizer.ggml.")]:
-                kept.pop(name)
+        _drop(writer, "tokenizer.ggml.")
         writer.add_token_list(sorted(vocab, key=vocab.get))
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)

@@ -87,11 +87,7 @@ def test_loading_exporting_and_loading_is_the_identity(loaded, tmp_path):
     name, directory, model = loaded
     files = dlm_jax.export(model, tmp_path / "out", max_shard_bytes=20_000)
     assert sum(file.endswith(".safetensors") for file in files) > 2
-    again = dlm_jax.load(tmp_path / "out")
-    assert again.config == model.config
-    assert again.tokenizer == model.tokenizer
-    assert (again.eos_ids, again.chat) == (model.eos_ids, model.chat)
-    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    cases.assert_same_model(dlm_jax.load(tmp_path / "out"), model)
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert cases.CONFIGS[name].keys() - IDLE <= said.keys()  # their programs ask for some of them
     ours, theirs = Shards(tmp_path / "out"), Shards(directory)
@@ -134,15 +130,11 @@ def test_tensors_of_several_dtypes_lose_nothing(tmp_path):
         dlm_jax.load(directory)
 
 
-def _without(directory, tensor):
-    made = cases.tensors("dream", cases.CONFIGS["dream"])
-    del made[tensor]
-    cases.write_weights(directory, made, 1)
-
-
 def _with(directory, tensor, shape):
+    """Writes a tensor of another shape, or none."""
     made = cases.tensors("dream", cases.CONFIGS["dream"])
-    made[tensor] = np.zeros(shape, np.float32)
+    made.pop(tensor, None)
+    made |= {} if shape is None else {tensor: np.zeros(shape, np.float32)}
     cases.write_weights(directory, made, 1)
 
 
@@ -153,7 +145,7 @@ def _truncate(directory, by):
 
 CONFIG, UP = "config.json", "model.layers.1.mlp.up_proj.weight"
 BAD = {
-    "a tensor is missing": (lambda d: _without(d, UP), [f"lacks the tensor '{UP}'"]),
+    "a tensor is missing": (lambda d: _with(d, UP, None), [f"lacks the tensor '{UP}'"]),
     "a tensor is surplus": (lambda d: _with(d, "model.extra.weight", (2,)), ["model.extra.weight"]),
     "a shape is wrong": (lambda d: _with(d, UP, (3, 4)), [UP, "(3, 4)", "(40, 24)"]),
     "a field is unknown": (lambda d: cases.edit(d / CONFIG, gated_attention=True),
@@ -211,26 +203,21 @@ def test_a_stored_matrix_that_the_config_ties_is_not_read(tmp_path):
 
 def test_an_index_that_names_another_file_is_refused(tmp_path):
     directory = cases.write(tmp_path / "model", "dream", num_shards=2)
-    (directory / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors does not exist"):
-        dlm_jax.load(directory)
     index = directory / "model.safetensors.index.json"
-    said = json.loads(index.read_text())
-    said["weight_map"] = {}
-    index.write_text(json.dumps(said))
-    with pytest.raises(ValueError, match="has no weight_map"):
-        dlm_jax.load(directory)
-    whole = cases.write(tmp_path / "whole", "dream", num_shards=2)
-    said = json.loads((whole / index.name).read_text())
+    where = json.loads(index.read_text())["weight_map"]
     # A tensor of the first file, which the index lists in the second.
-    first, *_, last = sorted(said["weight_map"], key=said["weight_map"].get)
-    moved = {"weight_map": said["weight_map"] | {first: said["weight_map"][last]}}
-    (whole / index.name).write_text(json.dumps(moved))
-    with pytest.raises(ValueError, match="does not list there"):
-        dlm_jax.load(whole)
-    said["weight_map"] = dict.fromkeys(said["weight_map"], "../weights.safetensors")
-    index.write_text(json.dumps(said))
-    with pytest.raises(ValueError, match="weight_map"):
+    first, *_, last = sorted(where, key=where.get)
+    for files, message in (
+        ({}, "has no weight_map"),
+        (dict.fromkeys(where, "../weights.safetensors"), "weight_map"),
+        (where | {first: where[last]}, "does not list there"),
+    ):
+        cases.edit(index, weight_map=files)
+        with pytest.raises(ValueError, match=message):
+            dlm_jax.load(directory)
+    (directory / where[last]).unlink()
+    cases.edit(index, weight_map=where)
+    with pytest.raises(ValueError, match=rf"{where[last]} does not exist"):
         dlm_jax.load(directory)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import toy_model
 
-from dlm_jax.data.tokenizers import HubTokenizer, qwen_json
+from dlm_jax.data.tokenizers import HubTokenizer, bpe_json, qwen_split
 from dlm_jax.inference.reader import TextReader, stops_of
 from dlm_jax.inference.request import make_requests
 from dlm_jax.inference.results import Row
@@ -132,11 +132,8 @@ def _published():
     letters = {"\u0120" if c == " " else c: n for n, c in enumerate(TOKENIZER.characters)}
     names = ["<|mask|>", "<|pad|>", "<|eos|>", "<|end|>", "<think>"]
     ids = range(len(letters), len(letters) + len(names))
-    added = [
-        {"id": id_, "content": name, "special": name != "<think>"}
-        for id_, name in zip(ids, names, strict=True)
-    ]
-    return HubTokenizer(qwen_json(letters, [], added), *ids[:3]), ids[3]
+    added = {id_: (name, name != "<think>") for id_, name in zip(ids, names, strict=True)}
+    return HubTokenizer(bpe_json(letters, [], added, (qwen_split(1),)), *ids[:3]), ids[3]
 
 
 @pytest.mark.parametrize("keeps_stop", [False, True])
