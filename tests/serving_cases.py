@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -32,6 +34,11 @@ MODEL = dataclasses.replace(
     chat=CHAT,
 )
 EOS = MODEL.tokenizer.eos_id
+SLOW = {
+    "prompt": "A ", "max_tokens": 24, "steps": 4000, "resample": True, "order": "threshold",
+    "threshold": 1.0,
+}  # fmt: skip
+"""A request that takes long."""
 
 
 class Running:
@@ -87,3 +94,30 @@ def post(running: Running, path: str, body, **headers) -> httpx.Response:
     headers = {"content-type": "application/json"} | headers
     data = {"content": body} if isinstance(body, bytes) else {"json": body}
     return httpx.post(f"{running.url}{path}", headers=headers, timeout=300, **data)
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream."""
+    lines = response.text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def choices_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The choices of an answer, or the choice of each event of a stream."""
+    assert response.status_code == 200, response.text
+    if events := events_of(response):
+        return [event["choices"][0] for event in events]
+    return response.json()["choices"]
+
+
+def complete(running: Running, body: dict[str, Any], path: str = "completions") -> str:
+    """The text of the first choice for a request."""
+    return choices_of(post(running, f"/v1/{path}", body))[0]["text"]
+
+
+def refusal_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error with which a request was refused."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["message"] and "\n" not in error["message"]
+    return error

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import openai
 import pytest
-from serving_cases import MODEL, client_of, post, serving
+from serving_cases import MODEL, SLOW, choices_of, client_of, post, refusal_of, serving
 
 SAID = [{"role": "user", "content": "A "}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
-ENDLESS = {"steps": 4000, "resample": True, "order": "threshold", "threshold": 1.0}
 # What is answered, each with what it needs beside it; all others are refused by their names.
 COMPLETION = {
     "model": {"model": "toy"}, "prompt": {"prompt": "The "},
@@ -43,37 +42,30 @@ CHAT = {name: COMPLETION[name] for name in COMPLETION if name not in
 } | {name: {name: value} for name, value in IGNORED.items()}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving() as server:
-        yield server
-
-
 @pytest.mark.parametrize("kind", ["completions", "chat"])
-def test_every_argument_of_the_client_is_answered_or_refused_by_its_name(running, kind):
-    with client_of(running) as client:
-        create = (client.chat.completions if kind == "chat" else client.completions).create
-        answered, base = {
-            "completions": (COMPLETION, {"model": "toy", "prompt": "A ", "seed": 1}),
-            "chat": (CHAT, {"model": "toy", "messages": SAID, "max_tokens": 4, "seed": 1}),
-        }[kind]
-        names = set(inspect.signature(create).parameters)
-        names = {name for name in names if not name.startswith("extra_")} - {"timeout"}
-        assert len(names) > 15 and answered.keys() <= names
-        for name in sorted(names):
-            asked = base | answered.get(name, {name: "x"})
-            if name == "max_completion_tokens":
-                del asked["max_tokens"]
-            if name not in answered:
-                with pytest.raises(openai.BadRequestError) as refused:
-                    create(**asked)
-                assert refused.value.param == name, name
-                continue
-            made = create(**asked)
-            if "stream" in asked:
-                assert (list(made)[-1].usage is not None) == (name == "stream_options")
-            else:
-                assert len(made.choices) == asked.get("n", 1)
+def test_every_argument_of_the_client_is_answered_or_refused_by_its_name(client, kind):
+    create = (client.chat.completions if kind == "chat" else client.completions).create
+    answered, base = {
+        "completions": (COMPLETION, {"model": "toy", "prompt": "A ", "seed": 1}),
+        "chat": (CHAT, {"model": "toy", "messages": SAID, "max_tokens": 4, "seed": 1}),
+    }[kind]
+    names = set(inspect.signature(create).parameters)
+    names = {name for name in names if not name.startswith("extra_")} - {"timeout"}
+    assert len(names) > 15 and answered.keys() <= names
+    for name in sorted(names):
+        asked = base | answered.get(name, {name: "x"})
+        if name == "max_completion_tokens":
+            del asked["max_tokens"]
+        if name not in answered:
+            with pytest.raises(openai.BadRequestError) as refused:
+                create(**asked)
+            assert refused.value.param == name, name
+            continue
+        made = create(**asked)
+        if "stream" in asked:
+            assert (list(made)[-1].usage is not None) == (name == "stream_options")
+        else:
+            assert len(made.choices) == asked.get("n", 1)
 
 
 def test_a_row_that_fails_is_told_and_leaves_others_alone():
@@ -89,9 +81,10 @@ def test_a_row_that_fails_is_told_and_leaves_others_alone():
         assert client.models.list().data and running.idle()
 
 
-def test_what_still_runs_at_the_end_of_a_stop_is_told_so():
-    asked = {"prompt": "A ", "max_tokens": 24} | ENDLESS
-    with serving(drain=1) as running:
+@pytest.mark.parametrize("drain", [1, 120])
+def test_a_stop_takes_nothing_new_lets_rows_finish_and_tells_those_that_do_not(drain):
+    asked = SLOW | {"steps": 4000 if drain == 1 else 1000, "n": 2}
+    with serving(drain=drain) as running:
         found = {}
 
         def ask(stream):
@@ -100,14 +93,16 @@ def test_what_still_runs_at_the_end_of_a_stop_is_told_so():
         threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
         for thread in threads:
             thread.start()
-        while running.engine.report().running < 2:
+        while running.engine.report().running < 4:
             pass
         running.server.should_exit = True
         for thread in threads:
-            thread.join(60)
-        assert found[False].status_code == 503
-        assert found[False].json()["error"]["type"] == "server_error"
-        assert '"error"' in found[True].text and "[DONE]" not in found[True].text
+            thread.join(120)
+        if drain == 1:
+            assert refusal_of(found[False], 503)["type"] == "server_error"
+            assert '"error"' in found[True].text and "[DONE]" not in found[True].text
+        else:
+            assert len(choices_of(found[False])) == 2 and "[DONE]" in found[True].text
         with pytest.raises(httpx.TransportError):
             post(running, "/v1/completions", asked)
 

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 import toy
 import toy_model
-from serving_cases import MODEL, post, serving
+from serving_cases import MODEL, choices_of, complete, post, refusal_of, serving
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from dlm_jax.data import ByteTokenizer, CharacterTokenizer, HubTokenizer, SubwordTokenizer
@@ -17,16 +17,9 @@ from dlm_jax.serving.answer import _TextEnd
 from dlm_jax.serving.protocol import Completion, Options, Planner
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving() as server:
-        yield server
-
-
 def _choices(running, path="/v1/completions", **asked):
-    made = post(running, path, {"prompt": "The ", "max_tokens": 5, "seed": 3, "steps": 5} | asked)
-    assert made.status_code == 200, made.text
-    return made.json()["choices"]
+    asked = {"prompt": "The ", "max_tokens": 5, "seed": 3, "steps": 5} | asked
+    return choices_of(post(running, path, asked))
 
 
 TEXT = "a caf\u00e9 is \u20ac 3 \U0001f600 <0xE2>\n"
@@ -122,13 +115,12 @@ def test_the_fill_of_a_model_is_kept_or_alternatives_are_refused():
     model = dataclasses.replace(toy_model.MODEL, network=network, params=toy.random_params(network))
     with serving(model) as server:
         asked = {"prompt": "The ", "max_tokens": 8, "steps": 2, "seed": 3}
-        plain = post(server, "/v1/completions", asked).json()["choices"][0]["text"]
-        alone = post(server, "/v1/completions", asked | {"logprobs": 0}).json()["choices"][0]
+        plain = complete(server, asked)
+        (alone,) = choices_of(post(server, "/v1/completions", asked | {"logprobs": 0}))
         assert alone["text"] == plain and len(alone["logprobs"]["tokens"]) >= len(plain)
         made = post(server, "/v1/completions", asked | {"logprobs": 2})
         if made.status_code == 200:
-            assert made.json()["choices"][0]["text"] == plain
+            assert choices_of(made)[0]["text"] == plain
         else:
-            error = made.json()["error"]
-            assert made.status_code == 400 and error["param"] == "logprobs"
-            assert "fill" in error["message"]
+            error = refusal_of(made)
+            assert error["param"] == "logprobs" and "fill" in error["message"]

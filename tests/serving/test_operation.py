@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import socket
 import threading
 import time
@@ -13,17 +12,11 @@ import jax
 import numpy as np
 import pytest
 import toy_model
-from serving_cases import MODEL, post, serving
+from serving_cases import MODEL, SLOW, events_of, post, refusal_of, serving
 
 from dlm_jax.data.tokenizers import CharacterTokenizer
 from dlm_jax.inference.engine import Engine
 from dlm_jax.serving import http
-
-
-@pytest.fixture(scope="module")
-def running():
-    with serving() as server:
-        yield server
 
 
 @pytest.mark.parametrize(
@@ -41,9 +34,7 @@ def test_usage_counts_each_token_once(running, path, body, given, written):
     told = [usage[f"{kind}_tokens"] for kind in ("prompt", "completion", "total")]
     assert told == [given, 2 * written, given + 2 * written]
     stream = asked | {"stream": True, "stream_options": {"include_usage": True}}
-    lines = post(running, path, stream).text.splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert events[-1]["usage"] == usage
+    assert events_of(post(running, path, stream))[-1]["usage"] == usage
 
 
 def _is_warm(server) -> bool:
@@ -126,9 +117,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
         return np.zeros(len(text), np.int32)
 
     monkeypatch.setattr(CharacterTokenizer, "encode", encode)
-    refused = post(running, path, body)
-    assert refused.status_code == 400
-    error = refused.json()["error"]
+    error = refusal_of(post(running, path, body))
     assert error["param"] == param and "characters exceeds the canvas" in error["message"]
 
 
@@ -150,15 +139,11 @@ def test_others_are_answered_while_a_long_text_is_encoded(running, monkeypatch):
         assert asked.result().status_code == 400
 
 
-SLOW = {"prompt": "A ", "max_tokens": 24, "steps": 4000, "resample": True, "order": "threshold",
-        "threshold": 1.0, "stream": True}  # fmt: skip
-
-
 def test_a_stream_that_waits_sends_comments(monkeypatch):
     """A proxy closes a connection on which nothing is sent."""
     monkeypatch.setattr(http, "_BEAT_SECONDS", 0.1)
     with serving(max_seconds=1) as server:
-        text = post(server, "/v1/completions", SLOW).text
+        text = post(server, "/v1/completions", SLOW | {"stream": True}).text
     *comments, event = [part for part in text.split("\n\n") if part]
     assert len(comments) >= 4 and all(part.startswith(":") for part in comments)
     assert '"code":"timeout"' in event

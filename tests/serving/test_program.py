@@ -13,7 +13,7 @@ import httpx
 import published_cases
 import pytest
 import saved_model
-from serving_cases import post, serving
+from serving_cases import complete, post, refusal_of, serving
 
 import dlm_jax
 from dlm_jax.cli.common import import_rules, load_model
@@ -160,10 +160,9 @@ def test_the_settings_of_own_rules_are_fields_and_defaults_of_requests(run_dir, 
     asked = {"prompt": "A ", "max_tokens": 4, "steps": 4, "chain": ["temperature", "shift"]}
     with serving(model, defaults=defaults) as running:
         texts = [
-            post(running, "/v1/completions", asked | more).json()["choices"][0]["text"]
-            for more in ({}, {"my_shift": -1000.0}, {"logprobs": 2})
+            complete(running, asked | more) for more in ({}, {"my_shift": -1000.0}, {"logprobs": 2})
         ]
-        wrong = post(running, "/v1/completions", asked | {"my_shift": "much"}).json()["error"]
+        wrong = refusal_of(post(running, "/v1/completions", asked | {"my_shift": "much"}))
     assert texts[0] == texts[2] == fourth * 4 and fourth not in texts[1]
     assert wrong["param"] == "my_shift"
 

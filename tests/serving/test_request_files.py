@@ -5,7 +5,7 @@ import json
 import re
 
 import toy_model
-from serving_cases import post, serving
+from serving_cases import complete, serving
 
 from dlm_jax.batch.json_lines import RequestFile, Results
 from dlm_jax.batch.runner import run_requests
@@ -31,9 +31,7 @@ def _answered(directory, model, requests):
 
 def _of_http(model, requests):
     with serving(model) as server:
-        made = [post(server, "/v1/completions", asked) for asked in requests]
-    assert all(one.status_code == 200 for one in made), [one.text for one in made]
-    return [one.json()["choices"][0]["text"] for one in made]
+        return [complete(server, asked) for asked in requests]
 
 
 def test_lines_take_stops_and_formats_as_requests_over_http_do(tmp_path):
