@@ -17,7 +17,6 @@ from dlm_jax.cli import ends, evaluation, exporter, sample
 from dlm_jax.cli.ends import End, NotFiniteError, program, refusals
 
 ROOT = Path(__file__).parents[2]
-CLI = ROOT / "dlm_jax" / "cli"
 
 
 @pytest.fixture(autouse=True)

@@ -64,7 +64,6 @@ def test_bad_keys_and_values_are_refused_in_one_line(tmp_path, text, overrides, 
 
 
 SAMPLER, CRITIC = {"model.add_sampler_head": "true"}, {"model.add_critic_head": "true"}
-BEGUN = {"train.init_from": "runs/other"}
 
 
 @pytest.mark.parametrize(

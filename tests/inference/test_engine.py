@@ -195,28 +195,6 @@ def test_a_host_sampler_that_raises_ends_its_row_alone():
         dlm_jax.generate(MODEL, ["A "], host_sampler=third_fails, **asked)
 
 
-def test_rows_with_a_host_sampler_run_beside_rows_without_and_each_is_what_it_is_alone():
-    hosted = dataclasses.replace(
-        request(6), host_sampler=lambda candidates: candidates.ids[-1], read_back=True
-    )
-    seen = dataclasses.replace(request(6), read_back=True)
-    with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        numbers = [engine.submit(one) for one in (hosted, request(6), seen, request(4))]
-        rows = _all(engine)
-    with Engine(MODEL, sizes=(SLOTS,)) as engine:
-        (lone,) = engine.run([hosted])
-    assert numbers == [0, 1, 2, 3]
-    assert same_row(rows[0], lone) and not same_row(rows[0], alone(6))
-    assert same_row(rows[1], alone(6)) and same_row(rows[3], alone(4))
-    assert rows[2].tokens.tobytes() == alone(6).tokens.tobytes()
-    for number in (0, 2):
-        written = {record.place: record.token for record in rows[number].read_back}
-        assert all(rows[number].tokens[place] == token for place, token in written.items())
-        assert len(written) == rows[number].num_generated
-        assert {record.candidates.row for record in rows[number].read_back} == {number}
-    assert not rows[1].read_back and not rows[3].read_back
-
-
 def test_a_row_has_the_number_that_its_caller_gave():
     seen = dataclasses.replace(request(4), read_back=True)
     with Engine(MODEL, sizes=(SLOTS,)) as engine:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from canvases import make_advance
 
 from dlm_jax.config import SamplingParams
 from dlm_jax.inference.host import HostLoop
@@ -70,10 +69,6 @@ def _step(state, samplers, read_back=(), params=None):
     return LOOP.step(params, state, samplers, read_back=read_back, max_candidates=MAX_CANDIDATES)
 
 
-def _alone():
-    return make_advance(PROGRAM)(toy.params(), _state(), 100)
-
-
 def test_a_host_sampler_sees_only_survivors_of_the_device_chain_most_likely_first():
     seen = []
 
@@ -95,20 +90,6 @@ def test_a_host_sampler_sees_only_survivors_of_the_device_chain_most_likely_firs
         assert candidates.ids.tolist() == np.argsort(-logits, kind="stable")[:3].tolist()
     written = np.asarray(state.canvas.tokens_BL)[1, 1:LENGTH]
     assert written.tolist() == [c.ids[0] for c in seen]
-
-
-def test_read_back_tells_every_commit_of_the_rows_asked_for_and_changes_nothing():
-    state, records = _run({}, read_back=[0, 2])
-    tokens = np.asarray(state.canvas.tokens_BL)
-    jax.tree.map(np.testing.assert_array_equal, state.canvas, _alone().canvas)
-    assert {record.candidates.row for record in records} == {0, 2}
-    for record in records:
-        row, index = record.candidates.row, record.candidates.index
-        assert record.token == tokens[row, index]
-        shown = dict(zip(record.candidates.ids, record.candidates.logprobs, strict=True))
-        if record.token in shown:
-            assert record.probability == pytest.approx(np.exp(shown[record.token]), rel=1e-4)
-    assert len(records) == 2 * (LENGTH - 1)
 
 
 def test_a_sampler_can_be_attached_replaced_and_removed_between_steps():

@@ -149,26 +149,13 @@ def test_rows_are_the_same_under_shard_map():
 EOS = enumerable.TOKENIZER.eos_id
 
 
-@pytest.mark.parametrize(
-    ("tokens", "given", "length"),
-    [
-        ((0, EOS, 1), (), 2),
-        ((EOS, 0, EOS), (), 1),
-        ((0, EOS, 1), (2,), 3),  # with a given token behind it
-        ((EOS, 0, 1), (0,), 3),  # given
-        ((0, 1, 0), (), 3),
-    ],
-)
-def test_a_row_ends_with_the_first_eos_that_it_wrote_unless_given_text_follows(
-    tokens, given, length
-):
-    state = begun(SEEDS[:1], trace=False)
-    is_given_1L = jnp.isin(jnp.arange(enumerable.LENGTH), jnp.array(given, jnp.int32))[None]
-    canvas = state.canvas._replace(tokens_BL=jnp.array([tokens]), frozen_BL=is_given_1L)
-    found = tiny(False).finish(state._replace(canvas=canvas))
-    assert found.lengths.tolist() == [length]
-    pad = [enumerable.TOKENIZER.pad_id] * (enumerable.LENGTH - length)
-    assert found.tokens.tolist() == [[*tokens[:length], *pad]]
+def test_rows_end_with_the_first_eos_that_they_wrote():
+    state = begun(SEEDS[:2], trace=False)
+    frozen_BL = jnp.array([[False] * 3, [True, False, False]])
+    canvas = state.canvas._replace(tokens_BL=jnp.array([[0, EOS, 1], [EOS, 0, 1]]))
+    found = tiny(False).finish(state._replace(canvas=canvas._replace(frozen_BL=frozen_BL)))
+    assert found.lengths.tolist() == [2, 3]
+    assert found.tokens.tolist() == [[0, EOS, enumerable.TOKENIZER.pad_id], [EOS, 0, 1]]
 
 
 def test_rows_have_their_own_seeds_and_only_their_drafts_can_be_rewritten():

@@ -6,9 +6,6 @@ from viewing_cases import frame, random_row
 
 from dlm_jax.viewing.frames import Frame, Kind, changes
 
-SIGNS = {"g": Kind.GIVEN, "h": Kind.HOLE, "k": Kind.KEPT, "f": Kind.FRESH, "w": Kind.REWRITTEN,
-         "r": Kind.REMASKED, "i": Kind.INSERTED}  # fmt: skip
-
 
 def test_a_draft_token_was_not_committed_by_any_step():
     assert changes(None, frame("A", committed=[-1])).kinds.tolist() == [Kind.KEPT]
