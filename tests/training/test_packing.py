@@ -36,7 +36,7 @@ def _texts() -> str:
 def _flags(**changes: object) -> dict[str, object]:
     given = {"data__source": _texts(), "data__layout": "documents", "data__tail": "pad"}
     sizes = {"data__seq_len": SEQ_LEN, "data__pack": PACK, "train__batch_size": 4}
-    return given | sizes | {"data__tokenizer": "byte"} | changes
+    return given | sizes | {"data__tokenizer": "byte", "model__depth": 1} | changes
 
 
 def _problem(tmp_path, devices: int = 1, **changes: object):
@@ -125,7 +125,9 @@ def test_a_text_is_computed_alone_and_others_do_not_see_it(kind, changes):
 
 
 def test_a_packed_run_resumes_within_an_epoch(tmp_path, monkeypatch):
-    given = _flags(train__steps=7, train__accumulate=2, train__checkpoint_every=99)
+    given = _flags(
+        train__steps=7, train__accumulate=2, train__checkpoint_every=99, optim__name="adamw"
+    )
     whole = tiny_run.run(tmp_path / "whole", **given)
     corpus = whole.run.corpus
     assert 4 < len(corpus.train_rows) < 7 * 4 and len(corpus.train_rows) % 4

@@ -23,6 +23,8 @@ SHORT = {
     "train__eval_every": 3,
     "train__checkpoint_every": 0,
     "optim__warmup_steps": 1,
+    "optim__name": "adamw",
+    "model__depth": 1,
 }
 
 
@@ -184,11 +186,11 @@ def test_a_tracker_that_ctrl_c_interrupts_is_closed(tmp_path):
     assert len(closed) == 1
 
 
-def test_the_plot_of_a_run_is_drawn_on_demand(tmp_path, capsys):
-    tiny_run.run(tmp_path, **SHORT)
-    assert train.main(["--plot", str(tmp_path)]) == 0
-    assert f"wrote {tmp_path / 'loss.png'}" in capsys.readouterr().err
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+def test_the_plot_of_a_run_is_drawn_on_demand(finished, tmp_path, capsys):
+    picture = finished[0] / "loss.png"
+    assert train.main(["--plot", str(picture.parent)]) == 0
+    assert f"wrote {picture}" in capsys.readouterr().err
+    assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         train.main(["--plot", str(tmp_path / "nowhere")])
     assert "has no metrics.jsonl; pass the directory of a run" in capsys.readouterr().err

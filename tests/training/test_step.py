@@ -15,8 +15,7 @@ import toy
 
 from dlm_jax.config import ObjectiveConfig, OptimConfig
 from dlm_jax.heads import MAIN
-from dlm_jax.objectives.corruption import LINEAR
-from dlm_jax.objectives.objective import Batch, Drawn, Objective, denoising, elbo
+from dlm_jax.objectives.objective import Batch, Drawn, Objective
 from dlm_jax.training.tasks import Task
 from dlm_jax.training.train_step import (
     TrainState,
@@ -28,33 +27,19 @@ from dlm_jax.training.train_step import (
 )
 from dlm_jax.types import Network
 
-ROWS, POSITIONS, STEPS = 8, 8, 3
+ROWS, POSITIONS, STEPS = cases.ROWS, cases.POSITIONS, 3
+CUBE = pytest.param("cube", marks=pytest.mark.slow)
 OPTIM = OptimConfig(warmup_steps=1, weight_decay=0.1, ema_decay=0.15)
 
 
 def _batch(seed: int) -> Batch:
-    rng = np.random.default_rng(seed)
-    tokens_BL = rng.integers(0, toy.MASK, (ROWS, POSITIONS)).astype(np.int32)
-    given_B = np.array([0, 0, 2, 0, 0, 3, 0, 0], np.int32)
-    return Batch(tokens_BL, np.full(ROWS, POSITIONS, np.int32), given_B)
-
-
-def _objectives() -> dict[str, Objective]:
-    """Both objectives, with noise of every kind."""
-    hide = functools.partial(
-        denoising,
-        settings=ObjectiveConfig(patterns=("random",)),
-        mask_id=toy.MASK,
-        random_ids=(0, 1, 2),
-    )
-    plain = functools.partial(elbo, schedule=LINEAR, mask_id=toy.MASK)
-    return {"elbo": Objective(plain, share=0.75), "denoising": Objective(hide, share=0.25)}
+    return cases.batch(seed)._replace(length_B=np.full(ROWS, POSITIONS, np.int32))
 
 
 def _task(name: str = "one", **parts: object) -> Task:
     given = {
         "optim": OPTIM, "train": {"steps": 20},
-        "objective": ObjectiveConfig(random_length_share=0.5), "objectives": _objectives(),
+        "objective": ObjectiveConfig(random_length_share=0.5), "objectives": cases.mixture(0.25),
     }  # fmt: skip
     return cases.task(place=cases.mesh(name), **(given | parts))
 
@@ -85,7 +70,7 @@ def _trained(name: str):
     return jax.device_get((state, seen))
 
 
-@pytest.mark.parametrize("name", ["data", pytest.param("cube", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["data", CUBE])
 def test_eight_devices_train_like_one(name):
     _assert_near(_trained(name), _trained("one"))
 
@@ -138,12 +123,13 @@ def test_the_average_of_the_parameters_is_that_of_its_formula():
     assert state.best_params is state.ema
 
 
-def test_many_steps_are_one_program():
-    _trained("cube")
-    assert _compiled("cube")._cache_size() == 1
+@pytest.mark.parametrize("name", ["data", CUBE])
+def test_many_steps_are_one_program(name):
+    _trained(name)
+    assert _compiled(name)._cache_size() == 1
 
 
-@pytest.mark.parametrize("name", ["one", "cube"])
+@pytest.mark.parametrize("name", ["one", CUBE])
 def test_a_step_writes_its_state_over_the_old_one(name):
     step, state = _compiled(name), _state(name)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
