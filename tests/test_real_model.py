@@ -169,7 +169,11 @@ def test_parts_join_to_the_files_they_were_cut_from(tmp_path, num_bytes):
         real_model_files.join_parts(tmp_path / "parts", tmp_path / "to")
 
 
-def test_a_run_from_parts_goes_on_where_it_was_interrupted(prepared, given, tmp_path, capsys):
+def test_a_run_from_parts_that_was_interrupted_ends_like_one_that_was_not(
+    prepared, given, tmp_path, capsys
+):
+    _train(prepared, given)
+    whole = _bytes(prepared / "results")
     shutil.copytree(prepared / "parts", tmp_path / "parts")
     capsys.readouterr()
     _train(tmp_path, given, seconds=0.0)
@@ -177,7 +181,8 @@ def test_a_run_from_parts_goes_on_where_it_was_interrupted(prepared, given, tmp_
     assert (last["reason"], last["step"]) == ("interrupted", 1)
     _train(tmp_path, given)
     found = _bytes(tmp_path / "results")
-    assert any(name.startswith("trained-") for name in found)
+    trained = [name for name in whole if name.startswith("trained-")]
+    assert trained and all(found[name] == whole[name] for name in trained)
     records = [json.loads(one) for one in found["figures.jsonl"].splitlines()]
     steps = [one["step"] for one in records if one["kind"] == "train"]
     assert steps == [1, 2, 3]

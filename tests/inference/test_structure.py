@@ -13,7 +13,7 @@ from sampling.propose import test_constrained as constrained
 
 import dlm_jax
 from dlm_jax.config import SamplingParams
-from dlm_jax.data import ByteTokenizer
+from dlm_jax.data import ByteTokenizer, CharacterTokenizer
 from dlm_jax.inference.request import make_requests
 from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.structured import Structures
