@@ -178,6 +178,12 @@ class TrainConfig(Section, name="train"):
         "parameters; empty: random parameters",
         is_free=True,
     )
+    mask_like: str = setting(
+        "",
+        "token of a published causal model without MASK, whose embedding MASK begins with; empty: "
+        "the mean of all embeddings",
+        is_free=True,
+    )
     ignore_config: Texts = setting(
         (), "unread config fields of the published init_from, as in --ignore-config", is_free=True
     )
@@ -802,6 +808,8 @@ class Config:
             problem = "requires train.init_from, which is empty; name a model"
             if self.data.tokenizer == INIT:
                 yield "data.tokenizer", problem
+            if train.mask_like:
+                yield "train.mask_like", problem
             if train.ignore_config:
                 yield "train.ignore_config", problem
         if is_fresh and not self.heads.train_main:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -175,6 +175,7 @@ def load_corpus(
             document.check_plain("use data.layout=documents")
         text = corpora.join_documents(documents)
         parts = corpora.split_text(text, held_out, name=name)
+        num_characters = [len(part) for part in parts]
         train_text, content = parts[0], text.encode("utf-8")
     else:
         talk = next((document.name for document in documents if document.messages), None)
@@ -185,6 +186,7 @@ def load_corpus(
             )
         chat = None if talk is None else chat
         parts = corpora.split_documents(documents, held_out, name=name)
+        num_characters = [sum(len(document.text) for document in part) for part in parts]
         text, train_text = (
             "\n\n".join(f"{document.prompt or ''}{document.text}" for document in some)
             for some in (documents, parts[0])
@@ -203,7 +205,7 @@ def load_corpus(
     kinds = ("tokens",) if layout == "windows" else ("tokens", "rows")
     files = [[folder / f"{kind}-{key}-{part}.npy" for kind in kinds] for part in PARTS]
     encoded: list[tuple[Path, np.ndarray, int]] = []
-    for paths, part in zip(files, parts, strict=True):
+    for paths, part in zip(files, cast(Any, parts), strict=True):
         if all(map(is_intact, paths)):
             continue
         if layout == "windows":
@@ -225,16 +227,14 @@ def load_corpus(
     if layout == "windows":
         sources = [path for (path,) in files]
         num_tokens = [len(open_tokens(path)) for path in sources]
-        num_characters = [len(part) for part in parts]
         check_fills_a_row(name, num_tokens[0], seq_len)
     else:
         # Held-out documents are evaluated one per row.
         sources = [
-            DocumentRows(*paths, seq_len, coder.eos_id, coder.pad_id, tail, most)
-            for paths, most in zip(files, (pack, 1), strict=True)
+            DocumentRows(ids, bounds, seq_len, coder.eos_id, coder.pad_id, tail, most)
+            for (ids, bounds), most in zip(files, (pack, 1), strict=True)
         ]
         num_tokens = [rows.num_targets() for rows in sources]
-        num_characters = [sum(len(document.text) for document in part) for part in parts]
     return Corpus(
         name=name,
         tokenizer=coder,

@@ -81,6 +81,7 @@ def read_published(
     place: Place | None = None,
     ignore: Sequence[str] = (),
     adds_mask: bool = False,
+    mask_like: str = "",
 ) -> Published:
     """Loads the model in a directory, tensor by tensor.
 
@@ -92,6 +93,7 @@ def read_published(
       ignore: fields of config.json that are not read.
       adds_mask: whether a vocabulary without MASK and without a free id gets one more id, as in
         `read_shape`. Its rows in the tables are the means of the other rows.
+      mask_like: token whose rows that id gets instead; empty for none.
     """
     directory = Path(path)
     described = _describe(directory, ignore, adds_mask=adds_mask)
@@ -110,8 +112,12 @@ def read_published(
     unused = {head} if model.tied_head else ()
     check_tensors(tensors, layout(model)[1], where=str(directory), unused=unused)
     whole = _with_mask(model, described.tokenizer)
+    like = described.tokenizer.id_of(mask_like) if mask_like else None
+    if mask_like and (whole == model or like is None or like >= model.vocab_size):
+        why = "has no effect, because the model has a MASK" if whole == model else "is not a token"
+        raise SettingError("train.mask_like", mask_like, f"{why} of {directory}", "remove it")
     if whole != model:
-        tensors = _WithMaskRow(tensors, (head, table))
+        tensors = _WithMaskRow(tensors, (head, table), like)
     shapes, pieces = layout(whole)
     params = read_params(
         tensors,
@@ -127,10 +133,13 @@ def read_published(
 
 
 class _WithMaskRow:
-    """Stored tensors, whose `tables` have one more row for MASK, the mean of the others."""
+    """Stored tensors, whose `tables` have one more row for MASK: that of the id `like`, or the mean
+    of the others.
+    """
 
-    def __init__(self, tensors: Tensors, tables: Sequence[str]):
+    def __init__(self, tensors: Tensors, tables: Sequence[str], like: int | None):
         self.entries, self._tensors, self._tables = tensors.entries, tensors, tables
+        self._like = like
         # Every device reads its part of a table.
         self._extended = functools.lru_cache(maxsize=1)(self._extend)
 
@@ -139,7 +148,9 @@ class _WithMaskRow:
 
     def _extend(self, name: str) -> np.ndarray:
         table = np.asarray(self._tensors.read(name), np.float32)
-        return np.concatenate([table, np.asarray(jnp.mean(table, axis=0, keepdims=True))])
+        mean_1D = jnp.mean(table, axis=0, keepdims=True)
+        row_1D = np.asarray(mean_1D) if self._like is None else table[self._like][None]
+        return np.concatenate([table, row_1D])
 
 
 def _describe(directory: Path, ignore: Sequence[str] = (), *, adds_mask: bool) -> Published:
@@ -270,7 +281,7 @@ def read_tokenizer(
     def ids(role: str) -> tuple[int, ...]:
         for source in (generation, config):
             value = source.get(f"{role}_token_id")
-            given = value if isinstance(value, list) else [value]
+            given: list[Any] = value if isinstance(value, list) else [value]
             if value != -1 and given and all(isinstance(id_, int) for id_ in given):
                 return tuple(given)
         token = names.get(f"{role}_token")

@@ -32,7 +32,7 @@ from dlm_jax.hf import (
     saved_chat,
 )
 from dlm_jax.model.lora import GROUP, MASK_ROW
-from dlm_jax.settings import SettingError, require
+from dlm_jax.settings import require
 from dlm_jax.store import Checkpoints, load_meta, load_params
 from dlm_jax.store.weights import path_of_model
 from dlm_jax.types import Params
@@ -173,13 +173,9 @@ def load_initial_params(
     where = f"train.init_from={source}"
     if is_published(source):
         return _load_published(source, config, fresh, tokenizer, report)
-    if train.ignore_config:
-        raise SettingError(
-            "train.ignore_config",
-            train.ignore_config,
-            "has no effect, because train.init_from is not a published model",
-            "remove it",
-        )
+    for name, value in (("mask_like", train.mask_like), ("ignore_config", train.ignore_config)):
+        why = "has no effect, because train.init_from is not a published model"
+        require(not value, f"train.{name}", value, why, "remove it")
     leaves = dict(named_leaves(fresh))
 
     def check(meta: dict[str, Any]) -> None:
@@ -235,12 +231,14 @@ def _load_published(
         place=lambda path, shape: shardings.get(path),
         ignore=train.ignore_config,
         adds_mask=_adds_mask(config.model),
+        mask_like=train.mask_like,
     ).params
     theirs = read_model(Path(source), train.ignore_config)[1]
     if _adds_mask(config.model) and tokenizer.mask_id >= theirs.vocab_size:
+        begins = f"that of {train.mask_like}" if train.mask_like else "the mean of the others"
         report(
             f"train.init_from={source} has no MASK; MASK is added as id {tokenizer.mask_id}, whose "
-            "embedding is the mean of the others"
+            f"embedding is {begins}"
         )
     lacking = [name for name in fresh if name not in params]
     if "head" in lacking or set(params) - set(fresh):
