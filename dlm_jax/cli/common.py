@@ -220,6 +220,8 @@ def start_jax() -> None:
     warnings.formatwarning = lambda message, *_, **__: (
         f"warning: {' '.join(str(message).split())}\n"
     )
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     # Compiled programs are specific to the processor.
@@ -234,7 +236,6 @@ def start_jax() -> None:
         cache = cache / "dlm_jax" / f"xla-{machine}"
         cache.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def load_model(args: argparse.Namespace, mesh: MeshConfig | None = None) -> Model:

@@ -666,11 +666,14 @@ def _added_in(data: Any) -> list[dict[str, Any]]:
 @functools.lru_cache(maxsize=8)
 def _backend(content: str, unmarked: frozenset[str] | None = None) -> tokenizers.Tokenizer:
     """The library's tokenizer. With `unmarked`, it encodes no text as a special or such a token."""
-    data = json.loads(content) | {"truncation": None, "padding": None}
-    data["model"].pop("dropout", None)
+    data = json.loads(content)
+    is_edited = bool(data["model"].pop("dropout", None))
     for token in _added_in(data):
-        token["special"] = bool(token.get("special")) or token["content"] in (unmarked or ())
-    backend = tokenizers.Tokenizer.from_str(json.dumps(data))
+        if not token.get("special") and token["content"] in (unmarked or ()):
+            token["special"], is_edited = True, True
+    backend = tokenizers.Tokenizer.from_str(json.dumps(data) if is_edited else content)
+    backend.no_truncation()
+    backend.no_padding()
     backend.encode_special_tokens = unmarked is not None
     return backend
 

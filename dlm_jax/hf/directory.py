@@ -110,7 +110,8 @@ def read_published(
         return shapes, pieces_of(names, shapes, layers=model.layers)
 
     unused = {head} if model.tied_head else ()
-    check_tensors(tensors, layout(model)[1], where=str(directory), unused=unused)
+    shapes, pieces = layout(model)
+    check_tensors(tensors, pieces, where=str(directory), unused=unused)
     whole = _with_mask(model, described.tokenizer)
     like = described.tokenizer.id_of(mask_like) if mask_like else None
     if mask_like and (whole == model or like is None or like >= model.vocab_size):
@@ -118,7 +119,7 @@ def read_published(
         raise SettingError("train.mask_like", mask_like, f"{why} of {directory}", "remove it")
     if whole != model:
         tensors = _WithMaskRow(tensors, (head, table), like)
-    shapes, pieces = layout(whole)
+        shapes, pieces = layout(whole)
     params = read_params(
         tensors,
         pieces,

@@ -149,7 +149,8 @@ class Trunk:
         """`CachedTrunk.store`."""
         axis, unit = (2, self.config.size_of_head) if self.is_unrolled else (3, 1)
         write = functools.partial(ops.write_rows, axis=axis, row_N=row_N, place_N=place_N * unit)
-        return jax.tree.map(write, cache, piece)
+        # The layers share one trace.
+        return jax.tree.map(jax.jit(write), cache, piece)
 
     def ready(self, params: Params) -> Params:
         """`CachedTrunk.ready`: the parameters of each layer, if the layers are unrolled."""
