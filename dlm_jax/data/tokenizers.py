@@ -341,6 +341,7 @@ class _OfFile(_Base):
         self._unknown_id = model.get("unk_id") if name is None else names.get(name)
         affixes = ("continuing_subword_prefix", "end_of_word_suffix")
         self._affixes = [model.get(affix) or "" for affix in affixes]
+        self._is_spelled = model.get("type") == "BPE" and not model.get("ignore_merges")
         steps = json.dumps([data.get("pre_tokenizer"), data.get("normalizer")])
         has_bytes = '"ByteLevel"' in steps and _BYTE_OF.keys() - names.keys() <= _NEVER_NAMED
         self._may_lose = not (has_bytes or model.get("byte_fallback"))
@@ -389,21 +390,30 @@ class _OfFile(_Base):
         return ids
 
     def _refuse_lost(self, text: str, ids: np.ndarray, offsets: list[tuple[int, int]]) -> None:
-        """Raises ValueError for the first character of `text` that a BPE without an unknown token
-        drops.
+        """Raises ValueError for a character of `text` that the model drops, the first if it is in
+        no token.
 
         Characters that the normalizer or the splitting removes, such as white space between words,
-        are not lost.
+        are not lost. Only a BPE without an unknown token drops characters.
         """
-        del ids, offsets  # the offsets of the library are wrong after a lost character
         if self._unknown_id is not None:
             return
         normalizer = self._plain.normalizer
         shown = text if normalizer is None else normalizer.normalize_str(text)
-        lost = set(filter(self._is_lost, set(shown)))
+        lost = set(filter(self._is_lost, set(shown))) if self._is_spelled else set[str]()
         for written in (text, shown):
             if places := [written.index(character) for character in lost & set(written)]:
                 _refuse(written, min(places))
+        # The others are those that no token covers.
+        ends = np.array(offsets, np.int64).reshape(-1, 2)
+        change = np.bincount(ends[:, 0], minlength=len(text) + 1)
+        change -= np.bincount(ends[:, 1], minlength=len(text) + 1)
+        for position in np.flatnonzero(np.cumsum(change)[:-1] == 0):
+            character = text[position]
+            if normalizer is not None:
+                character = normalizer.normalize_str(character)
+            if character.strip():
+                _refuse(text, int(position))
 
     def _is_lost(self, character: str) -> bool:
         splitter = self._plain.pre_tokenizer
@@ -669,8 +679,9 @@ def _backend(content: str, unmarked: frozenset[str] | None = None) -> tokenizers
     data = json.loads(content)
     is_edited = bool(data["model"].pop("dropout", None))
     for token in _added_in(data):
-        if not token.get("special") and token["content"] in (unmarked or ()):
-            token["special"], is_edited = True, True
+        special = bool(token.get("special")) or token["content"] in (unmarked or ())
+        if token.get("special") != special:
+            token["special"], is_edited = special, True
     backend = tokenizers.Tokenizer.from_str(json.dumps(data) if is_edited else content)
     backend.no_truncation()
     backend.no_padding()

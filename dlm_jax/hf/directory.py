@@ -115,8 +115,10 @@ def read_published(
     whole = _with_mask(model, described.tokenizer)
     like = described.tokenizer.id_of(mask_like) if mask_like else None
     if mask_like and (whole == model or like is None or like >= model.vocab_size):
-        why = "has no effect, because the model has a MASK" if whole == model else "is not a token"
-        raise SettingError("train.mask_like", mask_like, f"{why} of {directory}", "remove it")
+        why = f"is not a token of {directory}"
+        if whole == model:
+            why = f"has no effect, because {directory} has an id for MASK"
+        raise SettingError("train.mask_like", mask_like, why, "remove it")
     if whole != model:
         tensors = _WithMaskRow(tensors, (head, table), like)
         shapes, pieces = layout(whole)

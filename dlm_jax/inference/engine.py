@@ -587,6 +587,13 @@ class AsyncEngine:
         async with contextlib.aclosing(self.watch(request, is_watched=False)) as rows:
             return await anext(rows)
 
+    def _require_running(self) -> None:
+        if not self.is_running or self._is_closing:
+            raise ValueError(
+                "the engine does not run: it was not entered, is closed or has failed; create one "
+                "and enter it by `async with`"
+            )
+
     async def watch(
         self, request: Request, *, is_watched: bool = True
     ) -> AsyncGenerator[Row, None]:
@@ -594,14 +601,11 @@ class AsyncEngine:
         after later steps. The request is cancelled if the caller stops iterating.
         """
         engine, rows = self.engine, asyncio.Queue[Row | Exception]()
+        self._require_running()
         if engine.share[1] == 1 and not self._is_closing and not engine.is_compiled(request):
             # Rows of other programs go on; all processes compile together.
             await asyncio.to_thread(engine.warm_up, request)
-        if not self.is_running or self._is_closing:
-            raise ValueError(
-                "the engine does not run: it was not entered, is closed or has failed; create one "
-                "and enter it by `async with`"
-            )
+        self._require_running()
         number = engine.submit(request, is_watched=is_watched)
         self._callers[number] = rows
         self._work.set()

@@ -140,11 +140,12 @@ def commit_tokens(
     proposal, canvas = filled.proposal, state.canvas
     tokens_BL = jnp.where(is_committed_BL, proposal.tokens_BL, canvas.tokens_BL)
     is_scored_BL = is_committed_BL if is_scored_BL is None else is_scored_BL
+    memory = state.rules.chain.update(state.chain_state, is_committed_BL, proposal)
     return state._replace(
         canvas=canvas._replace(tokens_BL=tokens_BL),
         logprob_BL=jnp.where(is_scored_BL, proposal.logprob_BL, state.logprob_BL),
         committed_BL=jnp.where(is_committed_BL, state.step_B[:, None], state.committed_BL),
-        chain_state=state.rules.chain.update(state.chain_state, is_committed_BL, proposal),
+        chain_state=choose(state.is_stepping_B, memory, state.chain_state),
         rule_state=rule_state,
         signal_BLD=filled.signal_BLD,
     )

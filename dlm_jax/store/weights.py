@@ -52,7 +52,7 @@ def save_weights(
         value = np.asarray(leaf)
         if not (np.abs(value) <= np.finfo(dtype).max).all():
             raise ValueError(f"parameter {name} does not fit in {dtype}; use float32")
-        tensors[name] = np.ascontiguousarray(value, dtype)
+        tensors[name] = np.asarray(value, dtype, order="C")
     manifest = json.dumps(new_manifest(tensors, meta), ensure_ascii=False)
     content = safetensors.numpy.save(tensors, {_KEY: manifest})
     with refuse_failures(str(target), "name another file"):
@@ -73,7 +73,9 @@ def open_weights(path: str | os.PathLike[str]) -> Iterator[tuple[Any, dict[str, 
         with safe_open(path, framework="np") as file:
             header = file.metadata() or {}
             if "crc32_of_file" in header:
-                raise ValueError(f"{path} was written before version 0.3; export its run again")
+                raise ValueError(
+                    f"{path} was written before version 0.3, which saved other runs; train it again"
+                )
             if _KEY not in header:
                 raise Damaged("it was not written by dlm_jax: its header has no metadata")
             yield file, checked_manifest(header[_KEY], f"weights file {path}")

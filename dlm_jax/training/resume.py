@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -79,6 +80,8 @@ def _contents(value: Any, above: tuple[int, ...] = ()) -> Any:
         return [[str(key), _contents(one, above)] for key, one in value.items()]
     if isinstance(value, tuple | list):
         return [_contents(one, above) for one in value]
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         array = np.asarray(value)
         return [str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()]

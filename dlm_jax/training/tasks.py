@@ -368,7 +368,9 @@ def make_task(
         why = f"is not supported with objective.proofreading_share={share}, which lengthens texts"
         require(not share, "data.pack", pack, why, "use 1", "objective.proofreading_share")
     banned_ids = (*tokenizer.banned_ids, tokenizer.pad_id)
-    made, heads = dict[str, Head](), heads or {}
+    made, heads = dict[str, Head](), {} if heads is None else heads
+    if not isinstance(heads, Mapping):
+        raise TypeError(f"heads is a {type(heads).__name__}; pass a dict, {{'NAME_head': head}}")
     for name in config.model.added_heads:
         if name not in network.heads:
             raise ValueError(f"model.add_{name}_head=True requires a network with a {name} head")
@@ -389,6 +391,8 @@ def make_task(
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two objectives or heads have the same name: {twice}; rename one")
     for name, head in heads.items():
+        if not isinstance(head, Head) and not callable(head):
+            raise TypeError(f"head {name} is a {type(head).__name__}; pass a Head, or its function")
         made[name] = head if isinstance(head, Head) else head(config, tokenizer)
     if not config.heads.train_main and not made:
         switches = " or ".join(f"model.add_{name}_head" for name in HEADS)

@@ -218,6 +218,36 @@ def test_characters_the_file_has_no_ids_for_are_refused(make):
         tokenizer.encode("of \u4e2d our")
 
 
+def test_pieces_that_a_model_knows_as_a_whole_are_not_spelled():
+    words = {"the": 0, "cat": 1, "<m>": 2}
+    split = {"type": "Whitespace"}
+    for model in (
+        {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"},
+        {"type": "BPE", "vocab": words, "merges": [], "ignore_merges": True},
+    ):
+        tokenizer = SubwordTokenizer(json.dumps({"model": model, "pre_tokenizer": split}))
+        assert tokenizer.encode("the cat").tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "letters", "text"),
+    [
+        ({"continuing_subword_prefix": "##"}, ("a", "b", "##b", "##c"), "a c ab"),
+        ({"end_of_word_suffix": "</w>"}, ("a", "b", "a</w>"), "ba ab"),
+        ({}, ("a", "b", "<m>"), "a<b m"),
+    ],
+)
+def test_a_letter_that_is_known_elsewhere_is_refused_where_a_bpe_drops_it(changes, letters, text):
+    vocab = {letter: id_ for id_, letter in enumerate(letters)}
+    data = {"model": {"type": "BPE", "vocab": vocab, "merges": []} | changes}
+    data["pre_tokenizer"] = {"type": "Whitespace"}
+    if "<m>" in vocab:
+        flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False}
+        data["added_tokens"] = [{"id": vocab["<m>"], "content": "<m>", "normalized": False} | flags]
+    with pytest.raises(ValueError, match="has no id"):
+        SubwordTokenizer(json.dumps(data)).encode(text)
+
+
 @pytest.mark.parametrize(
     ("text", "lost"),
     [

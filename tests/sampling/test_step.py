@@ -24,7 +24,7 @@ from dlm_jax.sampling.mask_step import step
 from dlm_jax.sampling.propose import Parallel
 from dlm_jax.sampling.remask import Scheduled
 from dlm_jax.sampling.state import visible_context
-from dlm_jax.sampling.transforms import Mirostat, chain
+from dlm_jax.sampling.transforms import LogitTransform, Mirostat, chain
 from dlm_jax.settings import pytree, rule
 from dlm_jax.types import Status
 
@@ -225,6 +225,43 @@ class _OddOnly(CommitRule):
 
 
 # Feedback
+
+
+@rule
+class CountSteps(LogitTransform):
+    growth: float = 1
+
+    def is_active(self):
+        return jnp.ones(ROWS, bool)
+
+    def init(self, context):
+        return jnp.zeros(context.tokens_BL.shape[0], jnp.int32)
+
+    def apply(self, state_B, logits_NV, at):
+        return logits_NV
+
+    def update(self, state_B, is_committed_BL, proposal):
+        return state_B + self.growth
+
+
+def _with_transform(state, transform):
+    rules = state.rules._replace(chain=chain(transform))
+    chain_state = rules.chain.start(visible_context(state, mask_id=toy.MASK))
+    return state._replace(rules=rules, chain_state=chain_state)
+
+
+def test_the_memory_of_a_transform_changes_only_in_rows_that_take_a_step():
+    rows = [Row(holes(9, 1, 2), steps=1 + seed % 3, seed=seed) for seed in range(ROWS)]
+    state = _with_transform(canvases.make_state(rows, RANDOM), CountSteps())
+    for _ in range(4):
+        state = _step(canvases.program(), toy.params(), state)
+    assert state.chain_state[0].tolist() == state.step_B.tolist() == [row.steps for row in rows]
+
+
+def test_a_memory_of_another_dtype_is_refused_by_name():
+    state = _with_transform(canvases.make_state(canvases.mixed_rows(), RANDOM), CountSteps(0.5))
+    with pytest.raises(ValueError, match=r"^CountSteps\.update returned another state than init"):
+        _step(canvases.program(), toy.params(), state)
 
 
 @pytest.mark.slow

@@ -43,6 +43,12 @@ def test_parameters_and_description_come_back_bit_for_bit(saved):
         assert found[name].dtype == np.float32
 
 
+def test_a_scalar_stays_a_scalar(tmp_path):
+    save_weights(tmp_path / "s.safetensors", {"own_head": {"bias": np.float32(0.5)}}, META)
+    params, _ = load_params(tmp_path / "s.safetensors")
+    assert np.shape(params["own_head"]["bias"]) == ()
+
+
 def test_float16_halves_the_file_and_rounds_to_the_nearest(saved, tmp_path):
     path = tmp_path / "half.safetensors"
     tensor_bytes = sum(value.nbytes for _, value in _leaves(toy.params()))
@@ -156,7 +162,7 @@ def test_a_shortened_a_missing_and_a_foreign_file_are_refused_in_one_line(saved,
     header = {"dlm_jax": json.dumps(META), "crc32_of_file": "0123abcd"}
     safetensors.numpy.save_file({"x": np.zeros(3, np.float32)}, earlier, header)
     for path, said in ((short, "cannot be read"), (foreign, "not written by dlm_jax"),
-                       (earlier, "written before version 0.3; export its run again"),
+                       (earlier, "written before version 0.3, which saved other runs; train it"),
                        (missing, "does not exist")):  # fmt: skip
         with pytest.raises(ValueError, match=said) as error:
             load_params(path)

@@ -110,9 +110,21 @@ class Chain:
     def update(
         self, memory: tuple[Any, ...], is_committed_BL: Array, proposal: Any
     ) -> tuple[Any, ...]:
-        """The memory after the commits of a step."""
+        """The memory after the commits of a step; a `ValueError` that names the transform if it has
+        another form than that before.
+        """
         pairs = zip(self.transforms, memory, strict=True)
-        return tuple(t.update(one, is_committed_BL, proposal) for t, one in pairs)
+        after = tuple(t.update(one, is_committed_BL, proposal) for t, one in pairs)
+        for t, old, new in zip(self.transforms, memory, after, strict=True):
+            if jax.tree.structure(old) != jax.tree.structure(new) or any(
+                (jnp.shape(x), jnp.result_type(x)) != (jnp.shape(y), jnp.result_type(y))
+                for x, y in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+            ):
+                raise ValueError(
+                    f"{type(t).__name__}.update returned another state than init; return arrays of "
+                    "the same structure, shapes and dtypes"
+                )
+        return after
 
     def banned(self, num_rows: int, vocab_size: int) -> Array:
         """True `[B, V]` where a bias of -inf bans the id for the row."""
