@@ -16,8 +16,6 @@ import signal
 import sys
 from typing import Any
 
-from dlm_jax.cli.ends import End, refusals
-
 
 def _say_unraisable(told: sys.UnraisableHookArgs) -> None:
     # After a failed save, tensorstore may deliver results to a closed event loop.
@@ -49,7 +47,8 @@ def _run(name: str, extra: str = "") -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # What imports make stays, and looking for garbage among it takes a fifth of a second.
     gc.disable()
-    with refusals():
+    ends = importlib.import_module("dlm_jax.cli.ends")
+    with ends.refusals():
         main = needed(f"dlm_jax.{name}", "the program", extra).main
     gc.freeze()
     gc.enable()
@@ -58,7 +57,7 @@ def _run(name: str, extra: str = "") -> int:
     if name != "cli.train":
         signal.signal(signal.SIGINT, handler)
     code = main()
-    if code == End.INTERRUPTED:
+    if code == ends.End.INTERRUPTED:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -391,7 +391,8 @@ def make_task(
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two objectives or heads have the same name: {twice}; rename one")
     for name, head in heads.items():
-        if not isinstance(head, Head) and not callable(head):
+        is_usable = isinstance(head, Head) or callable(head)
+        if not is_usable:
             raise TypeError(f"head {name} is a {type(head).__name__}; pass a Head, or its function")
         made[name] = head if isinstance(head, Head) else head(config, tokenizer)
     if not config.heads.train_main and not made:
