@@ -368,9 +368,10 @@ def make_task(
         why = f"is not supported with objective.proofreading_share={share}, which lengthens texts"
         require(not share, "data.pack", pack, why, "use 1", "objective.proofreading_share")
     banned_ids = (*tokenizer.banned_ids, tokenizer.pad_id)
-    made, heads = dict[str, Head](), {} if heads is None else heads
-    if not isinstance(heads, Mapping):
+    is_named = heads is None or isinstance(heads, Mapping)
+    if not is_named:
         raise TypeError(f"heads is a {type(heads).__name__}; pass a dict, {{'NAME_head': head}}")
+    made, heads = dict[str, Head](), heads or {}
     for name in config.model.added_heads:
         if name not in network.heads:
             raise ValueError(f"model.add_{name}_head=True requires a network with a {name} head")
