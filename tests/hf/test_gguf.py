@@ -147,7 +147,7 @@ def _directory(path, name, tensors):
     return path
 
 
-QUANTS = [Q.F16, Q.BF16, Q.Q4_0]
+QUANTS = [Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1]
 KINDS = [("llama", quant) for quant in QUANTS] + [
     (name, Q.F32 if name == "llada" else Q.Q8_0) for name in ("qwen2", "qwen3", "dream", "llada")
 ]

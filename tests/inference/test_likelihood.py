@@ -10,6 +10,7 @@ import toy
 import toy_model
 from oracles import likelihood as oracle
 
+from dlm_jax.inference import scoring
 from dlm_jax.inference.scoring import score
 from dlm_jax.model.transformer import build
 
@@ -118,6 +119,26 @@ def test_the_seed_decides_the_masks_and_the_batch_size_does_not_lose_rows():
     np.testing.assert_allclose(
         score(CAUSAL, TEXTS, batch_size=2).nats, score(CAUSAL, TEXTS).nats, rtol=1e-5
     )
+
+
+def test_a_forward_has_as_many_rows_as_there_are_texts(monkeypatch):
+    """To the next power of two; a batch of four texts is not one of sixteen."""
+    counts, compiled = [], scoring.compiled
+
+    def recorded(*args, **static):
+        run = compiled(*args, **static)
+
+        def call(params, batch, *rest):
+            counts.append(len(batch.tokens_BL))
+            return run(params, batch, *rest)
+
+        return call
+
+    monkeypatch.setattr(scoring, "compiled", recorded)
+    for number, expected in ((1, [1]), (4, [4]), (7, [4, 4])):
+        counts.clear()
+        score(CAUSAL, ["A rat"] * number, batch_size=4)
+        assert counts == expected
 
 
 def test_the_masks_of_a_text_do_not_depend_on_the_batch_size():
