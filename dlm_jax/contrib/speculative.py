@@ -13,7 +13,7 @@ from dlm_jax import FillRule, LogitTransform, rule
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.propose import FillInput, FillOutput, Parallel
 from dlm_jax.sampling.rule_tools import at_places, fold, logits, put, salted, steps_needed
-from dlm_jax.sampling.transforms import At
+from dlm_jax.sampling.transforms import At, Chain
 from dlm_jax.settings import UNSET, SettingError, require_values
 
 _SALT = 0x73706563
@@ -157,17 +157,12 @@ def _verified(
         draft_N = at_places(draft_BL, places_N)
         true_NV = true_logits(places_N)
         p_NV, q_NV = (
-            _probabilities(fill, logits_NV, at) for logits_NV in (true_NV, fill.logits(places_N))
+            chain_probabilities(fill.chain, fill.chain_state, logits_NV, at)
+            for logits_NV in (true_NV, fill.logits(places_N))
         )
-        p_N, q_N = (jnp.take_along_axis(x, draft_N[:, None], axis=1)[:, 0] for x in (p_NV, q_NV))
-        two = jax.vmap(jax.random.split)(salted(at.key_N, _SALT))
-        uniform_N = jax.vmap(jax.random.uniform)(two[:, 0])
-        rest_NV = jnp.maximum(p_NV - q_NV, 0.0)
-        # If the residual max(p - q, 0) rounds to zero, p and q are equal.
-        is_any_N1 = jnp.any(rest_NV > 0, axis=1, keepdims=True)
-        other_N = drawing.draw(jnp.log(jnp.where(is_any_N1, rest_NV, p_NV)), two[:, 1])
+        is_accepted_N, other_N = accept(p_NV, q_NV, draft_N, salted(at.key_N, _SALT))
         made = (
-            uniform_N * q_N < p_N,
+            is_accepted_N,
             other_N,
             drawing.log_prob(true_NV, draft_N),
             drawing.log_prob(true_NV, other_N),
@@ -179,9 +174,25 @@ def _verified(
     return fold(fill.is_open_BL, fill.chunk, verify, none)
 
 
-def _probabilities(fill: FillInput, logits_NV: jax.Array, at: At) -> jax.Array:
-    """The probabilities after the row's chain; one-hot for a greedy row."""
-    final_NV = fill.chain.apply(fill.chain_state, logits_NV, at)
+def accept(
+    p_NV: jax.Array, q_NV: jax.Array, draft_N: jax.Array, key_N: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """True where a draft from q is accepted, and the token that replaces it otherwise, so that the
+    result follows p. A row of zeros in q has no draft: its token is drawn from p.
+    """
+    p_N, q_N = (jnp.take_along_axis(x, draft_N[:, None], axis=1)[:, 0] for x in (p_NV, q_NV))
+    two = jax.vmap(jax.random.split)(key_N)
+    uniform_N = jax.vmap(jax.random.uniform)(two[:, 0])
+    rest_NV = jnp.maximum(p_NV - q_NV, 0.0)
+    # If the residual max(p - q, 0) rounds to zero, p and q are equal.
+    is_any_N1 = jnp.any(rest_NV > 0, axis=1, keepdims=True)
+    other_N = drawing.draw(jnp.log(jnp.where(is_any_N1, rest_NV, p_NV)), two[:, 1])
+    return uniform_N * q_N < p_N, other_N
+
+
+def chain_probabilities(chain: Chain, chain_state: Any, logits_NV: jax.Array, at: At) -> jax.Array:
+    """The probabilities after a chain; one-hot for a greedy row."""
+    final_NV = chain.apply(chain_state, logits_NV, at)
     best_NV = jax.nn.one_hot(drawing.argmax(final_NV), final_NV.shape[1])
-    is_greedy_N1 = fill.chain.is_greedy(at)[:, None]
+    is_greedy_N1 = chain.is_greedy(at)[:, None]
     return jnp.where(is_greedy_N1, best_NV, jax.nn.softmax(final_NV, axis=1))

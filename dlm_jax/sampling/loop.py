@@ -97,10 +97,13 @@ def advance(
 
 
 def step(program: Program, params: Params, state: State) -> State:
-    """One step: that of noise for a noise rule, and otherwise that of MASK. The parameters must be
-    in the layout that `dlm_jax.sampling.forward.ready` returns.
+    """One step: the rule's own, if it has one, that of noise for a noise rule, and otherwise that
+    of MASK. The parameters must be in the layout that `dlm_jax.sampling.forward.ready` returns.
     """
-    is_noise = isinstance(state.rules.commit, NoiseRule)
+    rule = state.rules.commit
+    if rule.step is not None:
+        return rule.step(program, params, state)
+    is_noise = isinstance(rule, NoiseRule)
     return (noise_step if is_noise else mask_step).step(program, params, state)
 
 

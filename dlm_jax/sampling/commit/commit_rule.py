@@ -121,9 +121,14 @@ class OrderRule(StepRule):
 
     It can need ``attention:N``, the attention of the final N blocks of the Transformer, averaged
     over blocks and heads, and ``candidates``, if its `score` stores values of the candidates.
+
+    Attributes:
+      step: None, or a method ``(program, params, state) -> state``, the rule's own step of the loop
+        (docs/own_rules.md).
     """
 
     rewrites: Any = None
+    step: Any = None
 
     def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> WithState:
         """The score of N tokens, float32 ``[N]``, and the new state of their positions."""

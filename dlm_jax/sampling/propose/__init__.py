@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from dlm_jax.sampling.propose.constrained import Constrained
 from dlm_jax.sampling.propose.fill import (
+    DrawLogits,
     FillInput,
     FillOutput,
     FillRule,
@@ -20,6 +21,7 @@ FILL_RULES: Mapping[str, type[FillRule]] = {
 __all__ = [
     "FILL_RULES",
     "Constrained",
+    "DrawLogits",
     "FillInput",
     "FillOutput",
     "FillRule",

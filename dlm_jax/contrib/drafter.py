@@ -1,0 +1,351 @@
+"""A small network that drafts a block of tokens from the hidden vectors of a causal model.
+
+The drafter reads the last hidden vectors of the frozen trunk, the token that follows them, and a
+learned vector for each position to draft, all of which attend to each other (as DFlash, 2026). Its
+LM head is the trunk's, for the most frequent ids only. Two more heads make the tokens of a block
+fit each other: a sampler head, as that of the core, and a Markov head, a bias of low rank given the
+token before (as DSpark, 2026).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from dlm_jax import CachedTrunk, Model, Network
+from dlm_jax.sampling.propose import SamplerReadout
+
+GROUP = "drafter_head"
+"""The name of the drafter's parameters among those of the model."""
+PARTS = ("trunk", "sampler", "markov")
+"""The parts of the drafter, which train one after another."""
+Params = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftShape:
+    """The sizes of a drafter.
+
+    Attributes:
+      block_length: maximum number of drafted tokens, ``K``.
+      context: number of the trunk's last hidden vectors that a block reads, ``C``.
+      depth: number of layers.
+      heads: attention heads per layer.
+      inner: width of the MLPs.
+      rank: rank of the Markov head's bias.
+      neighbors: number of neighbours that the sampler head reads on each side.
+    """
+
+    block_length: int = 8
+    context: int = 8
+    depth: int = 2
+    heads: int = 9
+    inner: int = 1024
+    rank: int = 256
+    neighbors: int = 1
+
+
+def init(key: jax.Array, shape: DraftShape, width: int, scale_D: Any = 1.0) -> Params:
+    """New parameters; layers start as the identity, and both heads as the LM head.
+
+    `scale_D` are the root mean squares of the trunk's hidden vectors.
+    """
+    keys = iter(jax.random.split(key, 64))
+
+    def matrix(fan_in: int, fan_out: int, scale: float = 1.0) -> jax.Array:
+        return jax.random.normal(next(keys), (fan_in, fan_out)) * scale / fan_in**0.5
+
+    def layer() -> Params:
+        return {
+            "attention_norm": jnp.ones(width), "mlp_norm": jnp.ones(width),
+            "query": matrix(width, width), "key": matrix(width, width),
+            "value": matrix(width, width), "out": jnp.zeros((width, width)),
+            "gate": matrix(width, shape.inner), "up": matrix(width, shape.inner),
+            "down": jnp.zeros((shape.inner, width)),
+        }  # fmt: skip
+
+    total, side = shape.context + 1 + shape.block_length, 2 * shape.neighbors
+    return {
+        "trunk": {
+            "place": jax.random.normal(next(keys), (total, width)) * 0.02,
+            "hole": jnp.zeros(width),
+            "context": matrix(width, width), "anchor": matrix(width, width),
+            "last": matrix(width, width),
+            "layers": [layer() for _ in range(shape.depth)],
+            "norm": jnp.broadcast_to(jnp.asarray(scale_D, jnp.float32), width),
+        },
+        "sampler": {
+            "inner": matrix((1 + side) * width, width), "inner_norm": jnp.ones(width),
+            "out": jnp.zeros((width, width)),
+        },
+        "markov": {"first": matrix(width, shape.rank), "second": jnp.zeros((shape.rank, width))},
+    }  # fmt: skip
+
+
+def norm(x: jax.Array, scale: jax.Array | float) -> jax.Array:
+    """RMS norm."""
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+    return x * jnp.broadcast_to(scale, x.shape)
+
+
+def hidden(
+    shape: DraftShape,
+    params: Params,
+    context_NCD: jax.Array,
+    is_there_NC: jax.Array,
+    last_ND: jax.Array,
+) -> jax.Array:
+    """Hidden vectors ``[N, K, D]`` of the positions to draft.
+
+    Args:
+      shape: the sizes.
+      params: the parameters of the part ``trunk``.
+      context_NCD: the trunk's hidden vectors of the last positions, in order; the last one
+        predicted the token before the block.
+      is_there_NC: False where there is no such position.
+      last_ND: embedding of the token before the block, scaled as all embeddings that are read.
+    """
+    num, context, width = context_NCD.shape
+    context_NCD = norm(context_NCD, 1.0)
+    hole_D = params["hole"][None, None] + context_NCD[:, -1:] @ params["last"]
+    anchor_N1D = (last_ND @ params["anchor"])[:, None]
+    x_NLD = jnp.concatenate(
+        [
+            context_NCD @ params["context"],
+            anchor_N1D,
+            jnp.broadcast_to(hole_D + anchor_N1D, (num, shape.block_length, width)),
+        ],
+        axis=1,
+    )
+    x_NLD = x_NLD + params["place"][None, -x_NLD.shape[1] :]
+    is_seen_NL = jnp.pad(is_there_NC, ((0, 0), (0, x_NLD.shape[1] - context)), constant_values=True)
+    bias_N11L = jnp.where(is_seen_NL, 0.0, -1e9)[:, None, None]
+    for n, layer in enumerate(params["layers"]):
+        y_NLD = norm(x_NLD, layer["attention_norm"])
+        # The hidden vectors of the context are read, but only those of the first layer are new.
+        own_NLD = y_NLD[:, context:] if n == len(params["layers"]) - 1 else y_NLD
+        q, k, v = (
+            (y @ layer[name]).reshape(num, y.shape[1], shape.heads, -1)
+            for name, y in (("query", own_NLD), ("key", y_NLD), ("value", y_NLD))
+        )
+        score_NHLM = jnp.einsum("nlhk,nmhk->nhlm", q, k) / q.shape[-1] ** 0.5 + bias_N11L
+        y_NLD = jnp.einsum("nhlm,nmhk->nlhk", jax.nn.softmax(score_NHLM, axis=-1), v)
+        x_NLD = x_NLD[:, -own_NLD.shape[1] :] + y_NLD.reshape(own_NLD.shape) @ layer["out"]
+        y_NLD = norm(x_NLD, layer["mlp_norm"])
+        y_NLD = jax.nn.silu(y_NLD @ layer["gate"]) * (y_NLD @ layer["up"])
+        x_NLD = x_NLD + y_NLD @ layer["down"]
+    return norm(x_NLD[:, -shape.block_length :], params["norm"])
+
+
+def sampler_features(
+    params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
+) -> jax.Array:
+    """What the sampler head reads out: the hidden vector and an MLP over it and its neighbours,
+    which are embeddings, nearest first, and zeros where there is none.
+    """
+    parts = (left_NCD, norm(hidden_ND, 1.0), right_NCD)
+    x_ND = jnp.concatenate([x.reshape(len(hidden_ND), -1) for x in parts], axis=1)
+    x_ND = norm(jax.nn.silu(x_ND @ params["inner"]), params["inner_norm"])
+    return hidden_ND + x_ND @ params["out"]
+
+
+def markov_features(params: Params, left_ND: jax.Array, hidden_ND: jax.Array) -> jax.Array:
+    """What the Markov head reads out, given the embedding of the token before: the bias of each
+    token is the product of its embedding and of a vector of low rank.
+    """
+    return hidden_ND + jax.nn.silu(left_ND @ params["first"]) @ params["second"]
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """The functions of a drafter over the parameters of a model; `Network.heads` has it as
+    ``drafter``.
+
+    Attributes:
+      shape: its sizes.
+      block: ``(params, context_NCD, is_there_NC, ids_N) -> hidden_NKD``: `hidden` for these ids of
+        the tokens before the blocks.
+      network: what fills read: `Network.embed`, `Network.readout`, and the heads ``sampler`` and
+        ``markov``, ``(params, ids_N, hidden_ND) -> logits_NV`` given the ids before each position.
+    """
+
+    shape: DraftShape
+    block: Callable[..., jax.Array]
+    network: Network
+
+
+@functools.lru_cache(maxsize=32)
+def with_drafts(network: Network, shape: DraftShape) -> Network:
+    """The network with a drafter among its heads, whose cache also has the hidden vectors."""
+    base = network.cached
+    assert base is not None
+
+    def table(params: Params) -> jax.Array:
+        """Embeddings as inputs and rows of the LM head: of unit mean square, at the drafted ids."""
+        return params[GROUP]["table"]
+
+    def embed(params: Params, ids: jax.Array) -> jax.Array:
+        vectors = network.embed(params, ids).astype(jnp.float32)
+        return vectors * params[GROUP]["scale"]
+
+    def readout(params: Params, features_ND: jax.Array) -> jax.Array:
+        few_NM = (features_ND @ table(params).T).astype(jnp.float32)
+        none_NV = jnp.full((len(features_ND), network.vocab_size), -jnp.inf)
+        return none_NV.at[:, params[GROUP]["ids"]].set(few_NM)
+
+    def block(
+        params: Params, context_NCD: jax.Array, is_there_NC: jax.Array, ids_N: jax.Array
+    ) -> jax.Array:
+        own = params[GROUP]["trunk"]
+        return hidden(shape, own, context_NCD, is_there_NC, embed(params, ids_N))
+
+    def sampler(
+        params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
+    ) -> jax.Array:
+        own = params[GROUP]["sampler"]
+        return readout(params, sampler_features(own, left_NCD, hidden_ND, right_NCD))
+
+    def markov(params: Params, ids_N: jax.Array, hidden_ND: jax.Array) -> jax.Array:
+        own = params[GROUP]["markov"]
+        return readout(params, markov_features(own, embed(params, ids_N), hidden_ND))
+
+    inner = replace(
+        network, embed=embed, readout=readout, logits_of=None, cached=None,
+        heads={"sampler": SamplerReadout(sampler, shape.neighbors), "markov": markov},
+    )  # fmt: skip
+    return replace(
+        network,
+        cached=_with_hidden(base),
+        heads={**network.heads, "drafter": Drafter(shape, block, inner)},
+        axes=None if network.axes is None else functools.partial(_axes, network),
+    )
+
+
+def _axes(network: Network, params: Params) -> Any:
+    assert network.axes is not None
+    return network.axes({name: tree for name, tree in params.items() if name != GROUP})
+
+
+def _with_hidden(base: CachedTrunk) -> CachedTrunk:
+    """The cached trunk, with the hidden vectors of all positions in its cache, ``[B, L, D]``."""
+
+    def init(params: Params, num_rows: int, num_positions: int) -> Any:
+        tokens = jax.ShapeDtypeStruct((num_rows, num_positions), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+        like = jax.eval_shape(base.whole, params, tokens, lengths)[0]
+        return base.init(params, num_rows, num_positions), jnp.zeros(like.shape, like.dtype)
+
+    def whole(params: Params, tokens_NL: jax.Array, length_N: jax.Array) -> Any:
+        hidden_NLD, update = base.whole(params, tokens_NL, length_N)
+        return hidden_NLD, (update, hidden_NLD)
+
+    def window(params: Params, cache: Any, *given: Any, **sizes: Any) -> Any:
+        hidden_NWD, update = base.window(params, cache[0], *given, **sizes)
+        return hidden_NWD, (update, hidden_NWD)
+
+    def store(cache: Any, update: Any, row_N: jax.Array | None, place_N: jax.Array) -> Any:
+        (cached, old_BLD), (piece, new_NWD) = cache, update
+        row_N1 = (jnp.arange(len(place_N)) if row_N is None else row_N)[:, None]
+        at_NW = place_N[:, None] + jnp.arange(new_NWD.shape[1])[None]
+        return base.store(cached, piece, row_N, place_N), old_BLD.at[row_N1, at_NW].set(new_NWD)
+
+    return replace(base, init=init, whole=whole, window=window, store=store)
+
+
+def add(model: Model, params: Params, shape: DraftShape, ids: Any) -> Model:
+    """The model with a drafter, whose parameters are those of `init`, for the drafted `ids`.
+
+    Raises:
+      ValueError: the model is not causal, or has no cache.
+    """
+    if not model.is_causal or model.network.cached is None:
+        raise ValueError(
+            "a drafter requires a causal model with a cache, which verifies its drafts; use a "
+            "model with attention_type='causal'"
+        )
+    ids = jnp.asarray(ids, jnp.int32)
+    rows_MD = rows_of(model, ids)
+    every = model.network.embed(model.params, ids).astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(every**2))
+    own = {**params, "ids": ids, "table": rows_MD, "scale": scale}
+    return replace(
+        model,
+        network=with_drafts(model.network, shape),
+        params={**model.params, GROUP: jax.tree.map(jnp.asarray, own)},
+    )
+
+
+def rows_of(model: Model, ids: jax.Array) -> jax.Array:
+    """The rows of the LM head ``[M, D]`` of these ids, which are its logits of the identity."""
+    width = model.network.embed(model.params, ids[:1]).shape[1]
+    read = jax.jit(model.network.readout)
+    return read(model.params, jnp.eye(width, dtype=jnp.float32)).T[ids]
+
+
+def fingerprint(model: Model) -> str:
+    """16 hex digits that identify the parameters of a model without a drafter."""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+        if f"'{GROUP}'" not in jax.tree_util.keystr(path):
+            some = np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // 4096)], np.float32)
+            found.update(f"{jax.tree_util.keystr(path)} {leaf.shape}".encode() + some.tobytes())
+    return found.hexdigest()[:16]
+
+
+def save(model: Model, path: str | os.PathLike[str]) -> None:
+    """Writes the drafter of a model in float16, with the fingerprints of its model."""
+    drafter: Drafter = model.network.heads["drafter"]
+    own = model.params[GROUP]
+    flat: dict[str, np.ndarray] = {"ids": np.asarray(own["ids"])}
+    for part in PARTS:
+        for key, leaf in jax.tree_util.tree_leaves_with_path(own[part]):
+            name = ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in key)
+            flat[f"{part}.{name}"] = np.asarray(leaf, np.float16)
+    facts = {"base": fingerprint(model), "vocabulary": model.vocabulary}
+    facts["shape"] = json.dumps(asdict(drafter.shape))
+    save_file(flat, Path(path), facts)
+
+
+def load(model: Model, path: str | os.PathLike[str]) -> Model:
+    """The model with the drafter of a file from `save`.
+
+    Raises:
+      ValueError: the file is no drafter, or was trained for another model or vocabulary, or the
+        model is not causal.
+    """
+    try:
+        with safe_open(path, "numpy") as file:
+            names, facts = file.keys(), file.metadata() or {}
+            flat = {name: file.get_tensor(name) for name in names}
+    except SafetensorError:
+        facts, flat = {}, {}
+    if "shape" not in facts:
+        raise ValueError(f"{path} is not a drafter; use a file from dlm_jax.contrib.drafter.save")
+    for name, here in (("vocabulary", model.vocabulary), ("base", fingerprint(model))):
+        if facts[name] != here:
+            what = "vocabulary" if name == "vocabulary" else "model"
+            raise ValueError(
+                f"{path} was trained for another {what} ({facts[name]}, here {here}); use the "
+                f"{what} that it was trained for"
+            )
+    shape = DraftShape(**json.loads(facts["shape"]))
+    width = len(flat["trunk.norm"])
+    like = jax.eval_shape(lambda key: init(key, shape, width), jax.random.key(0))
+
+    def fill(key: Any, leaf: Any) -> jax.Array:
+        name = ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in key)
+        return jnp.asarray(flat[name], jnp.float32)
+
+    return add(model, jax.tree_util.tree_map_with_path(fill, like), shape, flat["ids"])
