@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -23,7 +23,7 @@ from dlm_jax.cli.ends import keep_output_for_texts
 from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.processes import HEARTBEAT_SECONDS
 from dlm_jax.hf import hub_id
-from dlm_jax.inference.host import HostSampler, shown
+from dlm_jax.inference.host import shown
 from dlm_jax.inference.model import DTYPES, Model, load
 from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.rules import BUILT_IN, classes_of, with_rules
@@ -86,6 +86,11 @@ def add_model_flags(parser: argparse.ArgumentParser, *, has_dtype: bool = True) 
     if has_dtype:
         dtypes = f"dtype of the parameters: {', '.join(DTYPES)}; default: float32"
         parser.add_argument("--dtype", metavar="TYPE", help=dtypes)
+    extend = (
+        "MODULE:FUNCTION=FILE, a function (model, file) -> model, such as "
+        "dlm_jax.contrib.drafter:load=FILE; repeatable"
+    )
+    parser.add_argument("--extend", action="append", default=[], metavar="NAME", help=extend)
     ignore = "field of a published config.json that is not read; repeatable"
     parser.add_argument("--ignore-config", action="append", default=[], metavar="KEY", help=ignore)
 
@@ -190,19 +195,19 @@ def import_rules(modules: str | None) -> list[type[Rule]]:
     return rules
 
 
-def import_sampler(name: str, where: str) -> HostSampler:
+def import_function(name: str, where: str, example: str) -> Callable[..., Any]:
     """The function ``MODULE:FUNCTION``; `where` names the flag in errors."""
     module, _, function = name.partition(":")
     if not module or not function:
-        raise ValueError(f"{where} is not MODULE:FUNCTION; for example, write rules:only_digits")
+        raise ValueError(f"{where} is not MODULE:FUNCTION; for example, write {example}")
     imported = import_module(module, where)
     if not hasattr(imported, function):
         known = [known for known in vars(imported) if not known.startswith("_")]
         raise ValueError(f"{where}: {module} has no {function!r}; {nearest(function, known)}")
-    sampler: HostSampler = getattr(imported, function)
-    if not callable(sampler):
-        raise ValueError(f"{where} is {shown(sampler)}, which is not callable; pass a function")
-    return sampler
+    found: Callable[..., Any] = getattr(imported, function)
+    if not callable(found):
+        raise ValueError(f"{where} is {shown(found)}, which is not callable; pass a function")
+    return found
 
 
 def heads_line(model: Model, sample: SamplingParams) -> str:
@@ -240,13 +245,20 @@ def start_jax() -> None:
 
 def load_model(args: argparse.Namespace, mesh: MeshConfig | None = None) -> Model:
     """A model from `dlm_jax.load`, by the flags of `add_model_flags`."""
-    return load(
+    model = load(
         args.checkpoint,
         mesh=mesh,
         dtype=getattr(args, "dtype", None),
         ignore_config=args.ignore_config,
         report=lambda line: print(line, file=sys.stderr),
     )
+    for given in args.extend:
+        name, where = given.partition("=")[::2], f"--extend {given}"
+        extended = import_function(name[0], where, "dlm_jax.contrib.drafter:load=FILE")
+        model = extended(model, name[1])
+        if not isinstance(model, Model):
+            raise ValueError(f"{where} returned {shown(model)}; return a Model")
+    return model
 
 
 def model_name(args: argparse.Namespace) -> str:

@@ -31,8 +31,8 @@ from dlm_jax.cli.common import (
     add_mesh_flags,
     add_model_flags,
     heads_line,
+    import_function,
     import_rules,
-    import_sampler,
     join_hosts,
     load_model,
     mesh_of,
@@ -159,7 +159,8 @@ def _main(argv: Sequence[str], modules: str | None) -> int:
             viewing = needed("dlm_jax.viewing.show", "--watch or --trace")
         sampler = None
         if args.host_sampler is not None:
-            sampler = import_sampler(args.host_sampler, f"--host-sampler {args.host_sampler}")
+            where = f"--host-sampler {args.host_sampler}"
+            sampler = import_function(args.host_sampler, where, "rules:only_digits")
         if args.distributed:
             check_same_everywhere(_facts_of(args, overrides, rules))
         model = load_model(args, mesh_of(overrides, is_distributed=args.distributed))

@@ -85,9 +85,36 @@ def test_a_host_sampler_is_imported_from_the_working_directory(
     assert capsys.readouterr().out == hosted
 
 
+EXTENSION = """
+import dataclasses
+
+def colder(model, text):
+    sample = dataclasses.replace(model.sample, temperature=float(text))
+    return dataclasses.replace(model, sample=sample)
+
+def nothing(model, text):
+    return None
+"""
+
+
+def test_a_model_is_extended_by_functions_of_modules(run_dir, tmp_path, capsys, monkeypatch):
+    (tmp_path / "my_extension.py").write_text(EXTENSION)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    hot, cold = ["--extend", "my_extension:colder=2"], ["--extend", "my_extension:colder=0"]
+    assert _run(run_dir, *SHORT, *hot, *cold) == 0
+    extended = capsys.readouterr().out
+    assert _run(run_dir, *SHORT, "--temperature", "0") == 0
+    assert capsys.readouterr().out == extended
+    with pytest.raises(SystemExit, match="2"):
+        _run(run_dir, *SHORT, "--extend", "my_extension:nothing")
+    assert "--extend my_extension:nothing returned None; return a Model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--extend", "drafter"], "--extend drafter is not MODULE:FUNCTION; for example, write"),
         (["--host-sampler", "nowhere"], "--host-sampler nowhere is not MODULE:FUNCTION"),
         (["--host-sampler", "no_where:f"], "no_where fails: ModuleNotFoundError: No module"),
         (["--host-sampler", "json:dumpz"], "json has no 'dumpz'; did you mean 'dump'?"),
