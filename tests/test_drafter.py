@@ -1,0 +1,88 @@
+"""The program that trains a drafter, on a tiny causal model: its files are repeatable."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("dlm_jax.contrib", reason="benchmarks measure it")
+
+from tiny_chat import publish, write_text  # noqa: E402
+
+import dlm_jax  # noqa: E402
+from benchmarks import drafter, drafter_files, drafter_prompts  # noqa: E402
+from dlm_jax.contrib import drafter as drafters  # noqa: E402
+
+SHAPE = {"block_length": 3, "context": 2, "depth": 1, "heads": 2, "inner": 8, "rank": 4}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("given")
+    return [
+        "--model", str(publish(folder / "model")), "--text", str(write_text(folder / "text")),
+        "--files", "2", "--text-rows", "8", "--text-length", "48", "--shape", json.dumps(SHAPE),
+        "--ids", "64", "--steps", "5", "--batch-size", "16", "--lengths", "3", "--prompts", "1",
+        "--tokens", "6", "--seeds", "1", "--rows", "2",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_drafter_is_trained_and_measured_and_goes_on_where_it_stopped(given, tmp_path):
+    root = ["--root", str(tmp_path), *given]
+    drafter.main(["text", *root])
+    files = sorted((tmp_path / "text").glob("*.npz"))
+    tokens, hidden = drafter.read_files(tmp_path)
+    assert len(files) == 2 and tokens.shape == (16, 48) and hidden.shape == (16, 48, 16)
+    # The stored vectors are those that predict the tokens.
+    model = dlm_jax.load(given[1], dtype="float32")
+    trunk_BLD, _ = model.network.trunk(model.params, tokens, np.full(16, 48), None)
+    np.testing.assert_allclose(hidden[:, 1:], trunk_BLD[:, 1:], rtol=2e-3, atol=2e-3)
+    first = files[0].read_bytes()
+    files[1].unlink()
+    drafter.main(["text", *root])
+    assert files[0].read_bytes() == first
+    np.testing.assert_array_equal(drafter.read_files(tmp_path)[0], tokens)
+
+    drafter.main(["train", *root])
+    made = drafters.load(model, tmp_path / "drafter.safetensors")
+    assert made.network.heads["drafter"].shape == drafters.DraftShape(**SHAPE)
+    drafter.main(["evaluate", *root])
+    path = tmp_path / "accepted.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    # Four ways, greedy, and three with samples, beside one token at a time.
+    assert len(lines) == 5 * (4 + 3 + 2)
+    greedy = [one for one in lines if "equal" in one]
+    assert len(greedy) == 5 * 4 and all(one["equal"] == one["of"] == 1 for one in greedy)
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in lines[:-3]))
+    drafter.main(["evaluate", *root])
+    again = [json.loads(line) for line in path.read_text().splitlines()]
+    cut = [{k: v for k, v in one.items() if k != "seconds"} for one in (*lines, *again)]
+    assert cut[: len(lines)] == cut[len(lines) :]
+    drafter.main(["judge", *root])
+    judged = [json.loads(one) for one in (tmp_path / "judged.jsonl").read_text().splitlines()]
+    assert [one["case"] for one in judged] == [["one token", 0], *([w, 3] for w in drafter.WAYS)]
+
+
+def test_hidden_neighbours_are_zeros():
+    """Those to the right of a block that is drafted from the left, and those outside of it."""
+    shape = drafters.DraftShape(**SHAPE | {"neighbors": 2})
+    table = 1.0 + np.arange(9, dtype=np.float32)[:, None]
+    last, tokens = np.array([8] * 64), np.tile([1, 2, 3], (64, 1))
+    key = drafter.jax.random.key(0)
+    left, right = drafter.neighbors(shape, drafter.jnp.asarray(table), last, tokens, key)
+    left, right = (np.asarray(x).reshape(64, 3, 2) for x in (left, right))
+    whole = np.array([[9, 0], [2, 9], [3, 2]]), np.array([[3, 4], [4, 0], [0, 0]])
+    assert set(np.unique(left[:, 0, 0])) == {9} and (left[:, 0, 1] == 0).all()
+    for side, wanted in zip((left, right), whole, strict=True):
+        assert ((side == wanted) | (side == 0)).all()
+    is_from_left = (right == 0).all((1, 2)) & (left == whole[0]).all((1, 2))
+    assert 16 < is_from_left.sum() < 48
+
+
+def test_there_are_two_hundred_prompts_whose_topics_training_lacks():
+    prompts = drafter_prompts.prompts()
+    texts = [text for some in prompts.values() for text, _ in some]
+    assert len(prompts) == 5 and len(texts) == len({*texts}) == 200
+    topics = (*drafter_files._TOPICS, *drafter.real_model_files._TOPICS)
+    assert not {*drafter_prompts._TOPICS} & {*topics}
