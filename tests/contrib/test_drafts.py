@@ -212,10 +212,11 @@ def test_texts_have_the_law_of_a_random_transform():
     _check_law("markov", ROWS, xtc_probability=0.5, xtc_threshold=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", SAMPLED)
 def test_many_texts_have_the_law_of_one_token_at_a_time(way):
     _check_law(way, 200_000)
+    _check_law(way, 200_000, temperature=0.7, top_p=0.8)
 
 
 def _first_draft(way, tokens_NL, first_N, has_context=True):
