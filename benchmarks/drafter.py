@@ -24,6 +24,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def train(args: argparse.Namespace) -> None:
     every = jnp.arange(model.network.vocab_size)
     vectors = model.network.embed(model.params, every).astype(jnp.float32)
     vectors *= jax.lax.rsqrt(jnp.mean(vectors[ids] ** 2))
-    table = {"embedding": vectors, "rows": drafter.rows_of(model, jnp.asarray(ids))}
+    table = {"embedding": vectors, "rows": drafter.head_rows(model, jnp.asarray(ids))}
     scale = np.sqrt(np.mean(hidden[: held * 4].astype(np.float32) ** 2, axis=(0, 1)))
     params = drafter.init(jax.random.key(args.seed), shape, hidden.shape[2], scale)
     print(
@@ -208,6 +209,7 @@ def train_stage(
     """The parameters after a stage. The time of the first steps gives the number of steps. The
     state is written every hundred steps, and read where there is one.
     """
+    told = json.dumps([asdict(shape), args.ids, args.seed, args.batch_size])
     path = args.root / f"{stage}.npz"
     trained = ("trunk",) if stage == "trunk" else ("sampler", "markov")
     optimizer = optax.chain(
@@ -232,6 +234,8 @@ def train_stage(
     leaves, tree = jax.tree.flatten((own, state))
     if path.exists():
         with np.load(path) as stored:
+            if str(stored["told"]) != told:
+                raise ValueError(f"{path} is of other settings; remove it, or use another --root")
             number, total = int(stored["number"]), int(stored["total"])
             own, state = jax.tree.unflatten(
                 tree, [jnp.asarray(stored[str(n)]) for n in range(len(leaves))]
@@ -252,16 +256,16 @@ def train_stage(
             jax.block_until_ready(own)
             begin = time.monotonic()
         if number % 100 == 0 or number == total:
-            told = {"stage": stage, "step": number, "of": total, "rate": round(rate, 6)}
+            line = {"stage": stage, "step": number, "of": total, "rate": round(rate, 6)}
             for name, part in (("train", found), ("held_out", judge(own, held_out, key)[1])):
-                told |= {f"{name}_{n}": np.round(x, 4).tolist() for n, x in part.items()}
-            told["seconds"] = round(time.monotonic() - begin, 1)
-            print(json.dumps(told), flush=True)
+                line |= {f"{name}_{n}": np.float64(x).round(4).tolist() for n, x in part.items()}
+            line["seconds"] = round(time.monotonic() - begin, 1)
+            print(json.dumps(line), flush=True)
             with (args.root / "figures.jsonl").open("a") as file:
-                file.write(json.dumps(told) + "\n")
+                file.write(json.dumps(line) + "\n")
             stored = {str(n): np.asarray(x) for n, x in enumerate(jax.tree.leaves((own, state)))}
             begun = path.with_name(f".{path.name}")
-            np.savez(begun, allow_pickle=False, number=number, total=total, **stored)
+            np.savez(begun, allow_pickle=False, told=told, number=number, total=total, **stored)
             begun.rename(path)
     return {**params, **own}
 
@@ -302,66 +306,86 @@ def run(
     }, out  # fmt: skip
 
 
-def evaluate(args: argparse.Namespace) -> None:
-    """Appends a line per way, block length, temperature, seed and kind; lines there are skipped."""
+class Lines:
+    """A file of results, JSON lines, each with what it was measured with; no line is repeated."""
+
+    def __init__(self, args: argparse.Namespace, path: Path):
+        file = args.drafter or args.root / "drafter.safetensors"
+        digest = real_model_files.sha256(file)[:12]
+        self._told = {"drafter": digest, "prompts": args.prompts, "tokens_each": args.tokens}
+        self._path = path
+        done = path.read_text().splitlines() if path.exists() else []
+        self._known = {json.dumps(self._key(json.loads(line))) for line in done}
+
+    def _key(self, line: dict[str, Any]) -> list[Any]:
+        return [line["case"], *(line.get(name) for name in self._told)]
+
+    def has(self, *case: Any) -> bool:
+        return json.dumps(self._key({"case": list(case), **self._told})) in self._known
+
+    def write(self, figures: dict[str, Any], *case: Any) -> None:
+        line = json.dumps({"case": list(case), **figures, **self._told})
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+
+
+def drafting_model(args: argparse.Namespace) -> tuple[dlm_jax.Model, dlm_jax.Model]:
+    """The causal model, and the same with the drafter."""
     base = base_model(args)
     model = drafter.load(base, args.drafter or args.root / "drafter.safetensors")
+    most = model.network.heads["drafter"].shape.block_length
+    if max(args.lengths) > most:
+        raise ValueError(f"--lengths {max(args.lengths)} is above the drafter's block of {most}")
+    return base, model
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Appends a line per way, block length, temperature, seed and kind."""
+    base, model = drafting_model(args)
     asked = requests_of(model, args.prompts)
-    path = args.results or args.root / "accepted.jsonl"
-    done = path.read_text().splitlines() if path.exists() else []
-    known = {tuple(json.loads(line)["case"]) for line in done}
-    greedy: dict[str, Any] = {}
-
-    def write(case: Sequence[Any], figures: dict[str, Any]) -> None:
-        with path.open("a") as file:
-            file.write(json.dumps({"case": list(case), **figures}) + "\n")
-        print(json.dumps({"case": list(case), **figures}), flush=True)
-
+    lines = Lines(args, args.results or args.root / "accepted.jsonl")
+    drafted = {"order": "drafted", "cache": "drafts"}
     for temperature, seeds in ((0.0, 1), (1.0, args.seeds)):
         for seed in range(seeds):
             settings = {"temperature": temperature, "seed": seed}
             for kind, some in asked.items():
-                case = ("one token", 1, temperature, seed, kind)
-                if case not in known or temperature == 0.0:
-                    figures, out = run(base, some, args, order="left_to_right", **settings)
-                    if temperature == 0.0:
-                        greedy[kind] = out
-                    if case not in known:
-                        write(case, figures)
-                for length in args.lengths:
-                    for way in args.ways:
-                        case = (way, length, temperature, seed, kind)
-                        is_exact = way != "free_waves" or temperature == 0
-                        if case in known or not is_exact:
-                            continue
-                        figures, out = run(
-                            model, some, args, order="drafted", cache="drafts", draft_by=way,
-                            draft_length=length, **settings,
-                        )  # fmt: skip
-                        if temperature == 0.0:
-                            figures |= same(greedy[kind], out)
-                        write(case, figures)
+                wanted = [
+                    (way, length) for length in args.lengths for way in args.ways
+                    if not lines.has(way, length, temperature, seed, kind)
+                    and (way != "free_waves" or temperature == 0)
+                ]  # fmt: skip
+                case, greedy = ("one token", 1, temperature, seed, kind), None
+                if not lines.has(*case) or (wanted and temperature == 0):
+                    figures, greedy = run(base, some, args, order="left_to_right", **settings)
+                    if not lines.has(*case):
+                        lines.write(figures, *case)
+                for way, length in wanted:
+                    more = {"draft_by": way, "draft_length": length}
+                    figures, out = run(model, some, args, **drafted, **more, **settings)
+                    if temperature == 0 and greedy is not None:
+                        figures |= same(greedy, out)
+                    lines.write(figures, way, length, temperature, seed, kind)
 
 
 def judge(args: argparse.Namespace) -> None:
     """Appends a line per way and block length: bits per character of unverified texts under the
-    causal model, which are exact, and the entropy of their tokens.
+    causal model, which are exact, and the entropy of the distribution of their tokens.
+
+    The last token of each step is still drawn from the model.
     """
-    base = base_model(args)
-    model = drafter.load(base, args.drafter or args.root / "drafter.safetensors")
+    base, model = drafting_model(args)
     asked = [one for some in requests_of(model, args.prompts).values() for one in some]
-    path = args.results or args.root / "judged.jsonl"
-    done = path.read_text().splitlines() if path.exists() else []
-    known = {tuple(json.loads(line)["case"]) for line in done}
-    cases = [("one token", 0), *((way, length) for length in args.lengths for way in args.ways)]
+    lines = Lines(args, args.results or args.root / "judged.jsonl")
+    cases = [("one token", 1), *((way, length) for length in args.lengths for way in args.ways)]
     for way, length in cases:
-        if (way, length) in known:
+        if lines.has(way, length):
             continue
         settings: dict[str, Any] = {"order": "left_to_right", "cache": "exact"}
-        if length:
+        if way != "one token":
             settings = {"order": "drafted", "cache": "drafts", "draft_by": way,
                         "draft_length": length, "draft_verified": False}  # fmt: skip
-        figures, out = run(model, asked, args, temperature=1.0, **settings)
+        figures, out = run(model, asked, args, temperature=1.0, ignore_eos=True, **settings)
         given = np.array([len(one["tokens"]) for one in asked])
         rows = {"tokens": out.tokens, "length": out.lengths, "given": given}
         nats = float(np.sum(score_rows(base, rows, batch_size=args.rows).nats_B))
@@ -370,21 +394,18 @@ def judge(args: argparse.Namespace) -> None:
         share = np.bincount(np.concatenate(new)) / sum(map(len, new))
         share = share[share > 0]
         figures |= {
-            "case": [way, length], "bits_per_character": round(nats / math.log(2) / chars, 4),
+            "bits_per_character": round(nats / math.log(2) / chars, 4),
             "nats_per_token": round(nats / figures["tokens"], 4), "characters": chars,
-            "entropy": round(float(-np.sum(share * np.log(share))), 4),
+            "unigram_entropy": round(float(-np.sum(share * np.log(share))), 4),
         }  # fmt: skip
-        with path.open("a") as file:
-            file.write(json.dumps(figures) + "\n")
-        print(json.dumps(figures), flush=True)
+        lines.write(figures, way, length)
 
 
 def measure_speed(args: argparse.Namespace) -> None:
     """Prints seconds per token, greedy, at one row and at several: medians of alternating rounds,
     each after a first one that compiles.
     """
-    base = base_model(args)
-    model = drafter.load(base, args.drafter or args.root / "drafter.safetensors")
+    base, model = drafting_model(args)
     some = [one[0] for one in requests_of(model, 1).values()]
     cases: dict[str, tuple[dlm_jax.Model, dict[str, Any]]] = {
         "one token": (base, {"order": "left_to_right"})
@@ -416,7 +437,7 @@ def same(one: dlm_jax.Texts, other: dlm_jax.Texts) -> dict[str, Any]:
     """The number of rows with equal ids, and the first difference of the others."""
     pairs = zip(one.tokens, other.tokens, one.lengths, other.lengths, strict=True)
     differ = [
-        int(np.argmax(a[: min(m, n)] != b[: min(m, n)])) for a, b, m, n in pairs
+        int(np.argmax([*(a[: min(m, n)] != b[: min(m, n)]), True])) for a, b, m, n in pairs
         if m != n or (a[:m] != b[:n]).any()
     ]  # fmt: skip
     return {"equal": len(one.lengths) - len(differ), "of": len(one.lengths), "differ_at": differ}

@@ -6,9 +6,9 @@ _TOPICS = (
     "mountain huts", "the town archive", "kites", "a new neighbour", "the school play",
     "beekeeping", "street musicians", "the last bus", "foggy mornings", "the bookbinder",
     "wild mushrooms", "a borrowed coat", "the harbour", "puppet theatre", "the ice rink",
-    "stone walls", "a quiet library", "the observatory", "paper boats", "the tailor's shop",
-    "garden snails", "the lost letter", "a long walk", "the water mill", "windy rooftops",
-    "the chess club", "an empty theatre", "the flower stall", "thunderstorms",
+    "stone walls", "a quiet library", "the observatory", "toy boats", "the tailor's shop",
+    "garden snails", "a hidden diary", "a long walk", "the old mill", "windy rooftops",
+    "the rowing club", "an empty theatre", "the flower stall", "thunderstorms",
 )  # fmt: skip
 _TASKS = (
     "reverses a string", "counts the vowels in a text", "finds the largest number in a list",

@@ -60,7 +60,7 @@ def test_a_drafter_is_trained_and_measured_and_goes_on_where_it_stopped(given, t
     assert again == lines
     drafter.main(["judge", *root])
     judged = [json.loads(one) for one in (tmp_path / "judged.jsonl").read_text().splitlines()]
-    assert [one["case"] for one in judged] == [["one token", 0], ["waves", 3], ["free_waves", 3]]
+    assert [one["case"] for one in judged] == [["one token", 1], ["waves", 3], ["free_waves", 3]]
     drafter.main(["speed", *root, "--rounds", "1"])
     assert len(capsys.readouterr().out.splitlines()) >= 2 + 2 * 3
 
@@ -86,4 +86,5 @@ def test_there_are_two_hundred_prompts_whose_topics_training_lacks():
     texts = [text for some in prompts.values() for text, _ in some]
     assert len(prompts) == 5 and len(texts) == len({*texts}) == 200
     topics = (*drafter_files._TOPICS, *drafter.real_model_files._TOPICS)
-    assert not {*drafter_prompts._TOPICS} & {*topics}
+    words = {word for topic in topics for word in topic.split() if len(word) > 4}
+    assert not words & {word for topic in drafter_prompts._TOPICS for word in topic.split()}

@@ -10,7 +10,6 @@ token before (as DSpark, 2026).
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -26,11 +25,12 @@ from safetensors.numpy import save_file
 
 from dlm_jax import CachedTrunk, Model, Network
 from dlm_jax.sampling.propose import SamplerReadout
+from dlm_jax.settings import check_ids
 
 GROUP = "drafter_head"
 """The name of the drafter's parameters among those of the model."""
 PARTS = ("trunk", "sampler", "markov")
-"""The parts of the drafter, which train one after another."""
+"""The parts of the drafter: its layers, and the heads on their hidden vectors."""
 Params = Any
 
 
@@ -62,7 +62,7 @@ def init(key: jax.Array, shape: DraftShape, width: int, scale_D: Any = 1.0) -> P
 
     `scale_D` are the root mean squares of the trunk's hidden vectors.
     """
-    keys = iter(jax.random.split(key, 64))
+    keys = iter(jax.random.split(key, 8 + 6 * shape.depth))
 
     def matrix(fan_in: int, fan_out: int, scale: float = 1.0) -> jax.Array:
         return jax.random.normal(next(keys), (fan_in, fan_out)) * scale / fan_in**0.5
@@ -118,6 +118,7 @@ def hidden(
       last_ND: embedding of the token before the block, scaled as all embeddings that are read.
     """
     num, context, width = context_NCD.shape
+    context_NCD = context_NCD.astype(jnp.float32)  # the squares of bfloat16 vectors lose digits
     context_NCD = norm(context_NCD, 1.0)
     hole_D = params["hole"][None, None] + context_NCD[:, -1:] @ params["last"]
     anchor_N1D = (last_ND @ params["anchor"])[:, None]
@@ -268,53 +269,81 @@ def add(model: Model, params: Params, shape: DraftShape, ids: Any) -> Model:
     """The model with a drafter, whose parameters are those of `init`, for the drafted `ids`.
 
     Raises:
-      ValueError: the model is not causal, or has no cache.
+      ValueError: the model is not causal or has no cache, the ids are outside the vocabulary, or
+        the parameters do not fit the model and the shape.
     """
     if not model.is_causal or model.network.cached is None:
         raise ValueError(
             "a drafter requires a causal model with a cache, which verifies its drafts; use a "
             "model with attention_type='causal'"
         )
+    if "drafter" in model.network.heads:
+        raise ValueError("the model has a drafter; add another one to the model without it")
+    check_ids("ids", np.asarray(ids).tolist(), model.network.vocab_size)
     ids = jnp.asarray(ids, jnp.int32)
-    rows_MD = rows_of(model, ids)
-    every = model.network.embed(model.params, ids).astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(every**2))
-    own = {**params, "ids": ids, "table": rows_MD, "scale": scale}
+    head_MD = head_rows(model, ids)
+    _check_shape(shape, params, head_MD.shape[1])
+    vectors = model.network.embed(model.params, ids).astype(jnp.float32)
+    more = {"ids": ids, "table": head_MD, "scale": jax.lax.rsqrt(jnp.mean(vectors**2))}
     return replace(
         model,
         network=with_drafts(model.network, shape),
-        params={**model.params, GROUP: jax.tree.map(jnp.asarray, own)},
+        params={**model.params, GROUP: jax.tree.map(jnp.asarray, {**params, **more})},
     )
 
 
-def rows_of(model: Model, ids: jax.Array) -> jax.Array:
-    """The rows of the LM head ``[M, D]`` of these ids, which are its logits of the identity."""
+def _check_shape(shape: DraftShape, params: Params, width: int) -> None:
+    if shape.block_length < 2 or width % shape.heads:
+        raise ValueError(
+            f"the drafter's shape has block_length={shape.block_length} and heads={shape.heads}; "
+            f"use blocks of 2 or more, and a number of heads that divides the width {width}"
+        )
+    like = jax.eval_shape(lambda key: init(key, shape, width), jax.random.key(0))
+    if _shapes(params) != _shapes(like):
+        raise ValueError("the drafter's parameters do not fit its shape and the model's width")
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+    return {_name(path): np.shape(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def head_rows(model: Model, ids: jax.Array) -> jax.Array:
+    """The rows ``[M, D]`` of the model's LM head of these ids: its logits of the identity.
+
+    The LM head is linear, as without ``model.logit_cap``.
+    """
     width = model.network.embed(model.params, ids[:1]).shape[1]
     read = jax.jit(model.network.readout)
     return read(model.params, jnp.eye(width, dtype=jnp.float32)).T[ids]
 
 
-def fingerprint(model: Model) -> str:
-    """16 hex digits that identify the parameters of a model without a drafter."""
-    found = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
-        if f"'{GROUP}'" not in jax.tree_util.keystr(path):
-            some = np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // 4096)], np.float32)
-            found.update(f"{jax.tree_util.keystr(path)} {leaf.shape}".encode() + some.tobytes())
-    return found.hexdigest()[:16]
+def probe(model: Model) -> np.ndarray:
+    """Some values of each parameter of the model, by which a drafter recognises its model in any
+    dtype.
+    """
+    leaves = jax.tree.leaves({n: tree for n, tree in model.params.items() if n != GROUP})
+    some = [leaf.reshape(-1)[:: max(1, leaf.size // 64)][:64] for leaf in leaves]
+    return np.concatenate([np.asarray(x, np.float32) for x in some])
 
 
 def save(model: Model, path: str | os.PathLike[str]) -> None:
-    """Writes the drafter of a model in float16, with the fingerprints of its model."""
+    """Writes the drafter of a model in float16, with what identifies its model and vocabulary.
+
+    Raises:
+      ValueError: the model has no drafter.
+    """
+    if "drafter" not in model.network.heads:
+        raise ValueError("the model has no drafter; add one by dlm_jax.contrib.drafter.add")
     drafter: Drafter = model.network.heads["drafter"]
-    own = model.params[GROUP]
-    flat: dict[str, np.ndarray] = {"ids": np.asarray(own["ids"])}
-    for part in PARTS:
-        for key, leaf in jax.tree_util.tree_leaves_with_path(own[part]):
-            name = ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in key)
-            flat[f"{part}.{name}"] = np.asarray(leaf, np.float16)
-    facts = {"base": fingerprint(model), "vocabulary": model.vocabulary}
-    facts["shape"] = json.dumps(asdict(drafter.shape))
+    params = model.params[GROUP]
+    flat = {"ids": np.asarray(params["ids"]), "base": probe(model)}
+    for leaf_path, leaf in jax.tree_util.tree_leaves_with_path({n: params[n] for n in PARTS}):
+        flat[_name(leaf_path)] = np.asarray(leaf, np.float16)
+    facts = {"vocabulary": model.vocabulary, "shape": json.dumps(asdict(drafter.shape))}
     save_file(flat, Path(path), facts)
 
 
@@ -322,30 +351,29 @@ def load(model: Model, path: str | os.PathLike[str]) -> Model:
     """The model with the drafter of a file from `save`.
 
     Raises:
-      ValueError: the file is no drafter, or was trained for another model or vocabulary, or the
-        model is not causal.
+      ValueError: the file is missing or no drafter, or was trained for another model or vocabulary,
+        or the model is not causal.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"{path or 'the path of the drafter'} is not a file; pass a drafter")
     try:
         with safe_open(path, "numpy") as file:
             names, facts = file.keys(), file.metadata() or {}
             flat = {name: file.get_tensor(name) for name in names}
-    except SafetensorError:
-        facts, flat = {}, {}
-    if "shape" not in facts:
-        raise ValueError(f"{path} is not a drafter; use a file from dlm_jax.contrib.drafter.save")
-    for name, here in (("vocabulary", model.vocabulary), ("base", fingerprint(model))):
-        if facts[name] != here:
-            what = "vocabulary" if name == "vocabulary" else "model"
-            raise ValueError(
-                f"{path} was trained for another {what} ({facts[name]}, here {here}); use the "
-                f"{what} that it was trained for"
-            )
-    shape = DraftShape(**json.loads(facts["shape"]))
-    width = len(flat["trunk.norm"])
-    like = jax.eval_shape(lambda key: init(key, shape, width), jax.random.key(0))
-
-    def fill(key: Any, leaf: Any) -> jax.Array:
-        name = ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in key)
-        return jnp.asarray(flat[name], jnp.float32)
-
-    return add(model, jax.tree_util.tree_map_with_path(fill, like), shape, flat["ids"])
+        shape = DraftShape(**json.loads(facts["shape"]))
+        base, width = flat["base"], len(flat["trunk.norm"])
+        like = jax.eval_shape(lambda key: init(key, shape, width), jax.random.key(0))
+        params = jax.tree_util.tree_map_with_path(
+            lambda at, _: jnp.asarray(flat[_name(at)], jnp.float32), like
+        )
+    except (SafetensorError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{path} is not a drafter; use a file from dlm_jax.contrib.drafter.save"
+        ) from None
+    remedy = "use the one that it was trained for"
+    if facts.get("vocabulary") != model.vocabulary:
+        raise ValueError(f"{path} was trained for another vocabulary; {remedy}")
+    here = probe(model)
+    if base.shape != here.shape or np.abs(base - here).mean() > 0.02 * np.abs(base).mean():
+        raise ValueError(f"{path} is a drafter that was trained for another model; {remedy}")
+    return add(model, params, shape, flat["ids"])

@@ -29,13 +29,21 @@ from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import DrawLogits, FillInput, FillOutput, Parallel
-from dlm_jax.sampling.rule_tools import at_places, fold, place_of_largest, put, salted
+from dlm_jax.sampling.rule_tools import (
+    GIVEN,
+    NEVER,
+    at_places,
+    fold,
+    grown_logits,
+    place_of_largest,
+    put,
+    salted,
+)
 from dlm_jax.sampling.state import (
     State,
     end_step,
     step_chain,
     step_keys,
-    tie_preferences,
     visible_context,
 )
 from dlm_jax.sampling.transforms import At, Context
@@ -48,23 +56,28 @@ _NEEDS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@rule
+DRAFTS = {
+    "parallel": "independently of each other",
+    "markov": "from left to right by the Markov head, given the token before",
+    "waves": "from left to right by the sampler head, given its neighbours",
+    "free_waves": "greedy rows: in waves by the sampler head, from the most confident position",
+}
+"""How the tokens of a block are drafted."""
+
+
 class Markov(FillRule):
     """Draws from left to right, each token given the one before, by a head ``markov``."""
-
-    about = "from left to right, given the token before"
-    needs = ("head:markov",)
 
     def propose(self, fill: FillInput) -> FillOutput:
         place_1L = jnp.arange(fill.tokens_BL.shape[1])[None]
         level_BL = jnp.broadcast_to(place_1L, fill.tokens_BL.shape)
 
-        def one(out: FillOutput, places_N: jax.Array, is_real_N: jax.Array) -> FillOutput:
+        def draw(out: FillOutput, places_N: jax.Array, is_real_N: jax.Array) -> FillOutput:
             shown_BL = jnp.where(fill.is_open_BL, out.proposal.tokens_BL, fill.tokens_BL)
             logits_NV = _markov_logits(fill, shown_BL, places_N)
             return fill.draw(out, places_N, is_real_N, logits_NV, logits_NV)
 
-        out = fold(fill.is_open_BL, fill.chunk, one, fill.start(), level_BL=level_BL)
+        out = fold(fill.is_open_BL, fill.chunk, draw, fill.start(), level_BL=level_BL)
         return out._replace(level_BL=level_BL)
 
     def logits(self, fill: FillInput, tokens_BL: jax.Array, level_BL: jax.Array) -> DrawLogits:
@@ -78,13 +91,31 @@ def _markov_logits(fill: FillInput, shown_BL: jax.Array, places_N: jax.Array) ->
     return fill.output.read(lambda hidden_ND: head(fill.params, left_N, hidden_ND), places_N)
 
 
-DRAFTS = {
-    "parallel": "independently of each other",
-    "markov": "from left to right by the Markov head, given the token before",
-    "waves": "from left to right by the sampler head, given its neighbours",
-    "free_waves": "greedy rows: in waves by the sampler head, from the most confident position",
-}
-"""How the tokens of a block are drafted."""
+class FreeWaves(Wavefront):
+    """Waves from the most confident position of each row.
+
+    Given tokens are neighbours, but start no wave.
+    """
+
+    def propose(self, fill: FillInput) -> FillOutput:
+        def draw(out: FillOutput, places_N: jax.Array, is_real_N: jax.Array) -> FillOutput:
+            return fill.draw(out, places_N, is_real_N, fill.logits(places_N))
+
+        out = fold(fill.is_open_BL, fill.chunk, draw, fill.start())
+        sure_BL = jnp.where(fill.is_open_BL, out.proposal.logprob_BL, -jnp.inf)
+        place_1L = jnp.arange(sure_BL.shape[1])[None]
+        is_first_BL = fill.is_open_BL & (place_1L == place_of_largest(sure_BL)[:, None])
+        is_grown_BL = fill.is_open_BL & ~is_first_BL
+        first_B1 = place_of_largest(sure_BL)[:, None]
+        level_BL = jnp.where(fill.is_open_BL, 2 * jnp.abs(place_1L - first_B1), NEVER)
+        level_BL = jnp.where(fill.is_seen_BL, GIVEN, level_BL)
+        grown = grown_logits(fill, level_BL, self.temperature_B)
+
+        def grow(out: FillOutput, places_N: jax.Array, is_real_N: jax.Array) -> FillOutput:
+            return fill.draw(out, places_N, is_real_N, *grown(out.proposal.tokens_BL, places_N))
+
+        out = fold(is_grown_BL, fill.chunk, grow, out, level_BL=level_BL)
+        return out._replace(level_BL=level_BL)
 
 
 @rule
@@ -128,22 +159,25 @@ class Drafted(CommitRule):
     and q are taken after the row's chain. So the text follows the law of one token at a time, for
     any drafter.
 
-    This requires that q of a position reads no draft behind it: a draft that was accepted says
-    something about the ones that it was drawn beside. Waves in any order are therefore refused for
-    rows that sample; a greedy text is exact for any draft.
+    This requires that q of a position depends on no later draft: the acceptance of a draft says
+    something about the drafts that it was drawn beside. Waves in any order are therefore refused
+    for rows that sample; a greedy text is exact for any draft.
 
-    A step writes between one and ``K + 1`` tokens. `State.counters` has the drafts as ``filled``.
+    A step writes between one and ``K + 1`` tokens, and computes K + 1 positions whatever the number
+    of drafts. In the first step of a row, the drafter knows the last token alone, because no hidden
+    vector is cached yet. `State.counters` has the verified drafts as ``filled``.
     """
 
     name = "drafted"
+    in_order = True
     about = "a draft of several tokens, verified by the causal model in one pass"
 
     length_B: jax.Array = per_row(
-        Setting("draft_length", 0, "drafted: number of drafted tokens; 0: the drafter's block", 0)
+        Setting("draft_length", 0, "drafted: number of drafts, at most the block; 0: the block", 0)
     )
     confidence_B: jax.Array = per_row(
         Setting(
-            "draft_confidence", 0.0, "drafted: drafts end where the drafter is less sure than this",
+            "draft_confidence", 0.0, "drafted: ends drafts where the best token is less probable",
             low=0.0, high=1.0,
         )
     )  # fmt: skip
@@ -192,10 +226,8 @@ class Drafted(CommitRule):
         require(row.steps >= least, "steps", row.steps, why, f"use steps={least} or more")
 
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Any:
-        """The first hole, for a step without drafts."""
-        place_1L = jnp.arange(context.is_hole_BL.shape[1])[None]
-        first_B1 = place_of_largest(context.is_hole_BL)[:, None]
-        return context.is_hole_BL & (place_1L == first_B1), state
+        """Not called, because the rule has its own step."""
+        raise NotImplementedError
 
     def step(self, program: Program, params: Params, state: State) -> State:
         """One step of every running row; other rows remain bitwise unchanged."""
@@ -256,18 +288,18 @@ class Drafted(CommitRule):
             own_N = row_N * (size + 1) + jnp.minimum(offset_N + 1, size)
             p_NV = chain_probabilities(chain, chain_state, clean_NV, at)
             # The keys are those of the draft, so that random transforms are the same.
-            q_NV = chain_probabilities(
-                fill.chain, fill.chain_state, drawn_from(own_N, is_real_N),
-                fill.at(own_N, is_real_N),
-            )  # fmt: skip
-            # Whether a draft counts depends on q alone, not on the draft, or the law would change.
-            is_draft_N &= jnp.max(q_NV, axis=1) >= self.confidence_B[row_N]
+            own_NV, own_at = drawn_from(own_N, is_real_N), fill.at(own_N, is_real_N)
+            q_NV = chain_probabilities(fill.chain, fill.chain_state, own_NV, own_at)
+            # Whether a draft counts does not depend on the draft itself, or the law would change.
+            sureness_N = jnp.max(jax.nn.softmax(own_NV, axis=1), axis=1)
+            is_draft_N &= sureness_N >= self.confidence_B[row_N]
             q_NV = jnp.where(is_draft_N[:, None], q_NV, 0.0)
             is_kept_N, other_N = accept(p_NV, q_NV, draft_N, key_N)
             is_kept_N = is_draft_N & (is_kept_N | ~self.is_verified_B[row_N])
             token_N = jnp.where(is_kept_N, draft_N, other_N)
             logprob_N = drawing.log_prob(clean_NV, token_N)
-            made = is_kept_N, is_draft_N, token_N, logprob_N, jnp.isfinite(logprob_N)
+            is_fine_N = jnp.isfinite(logprob_N) & jnp.any(p_NV > 0, axis=1)
+            made = is_kept_N, is_draft_N, token_N, logprob_N, is_fine_N
             return put(found, places_N, is_real_N, made)
 
         is_read_BW = is_run_BW & (jnp.arange(size + 1)[None] <= count_B[:, None])
@@ -329,8 +361,6 @@ class Drafted(CommitRule):
         offset_1M = jnp.arange(shape.block_length + 1)[None]
         is_open_BM = (offset_1M >= 1) & (offset_1M <= count_B[:, None])
         is_seen_BM = jnp.broadcast_to(offset_1M == 0, is_open_BM.shape)
-        if self.draft_by == "free_waves":
-            is_seen_BM = jnp.zeros_like(is_seen_BM)
         length_B = jnp.full(len(first_B), shape.block_length + 1, jnp.int32)
         context = Context(shown_BM, jnp.full_like(shown_BM, -1), is_seen_BM, length_B)
         key_B, chain = salted(step_keys(state)[0], _DRAFT_SALT), step_chain(state)
@@ -346,13 +376,10 @@ class Drafted(CommitRule):
             chain=chain,
             chain_state=chain.init(context, state.chain_state),
             key_B=key_B,
-            preference_BL=tie_preferences(state, key_B)[:, : shown_BM.shape[1]],
             banned_ids=program.banned_ids,
         )
         ones_B, no_B = jnp.ones(len(first_B)), jnp.zeros(len(first_B), bool)
-        rules = {
-            "parallel": Parallel(),
-            "markov": Markov(),
-            "waves": Wavefront(0.01 * ones_B, no_B, no_B, ones_B, no_B),
-        }
-        return rules[self.draft_by.removeprefix("free_")], fill
+        if self.draft_by in ("parallel", "markov"):
+            return (Parallel() if self.draft_by == "parallel" else Markov()), fill
+        waves = Wavefront if self.draft_by == "waves" else FreeWaves
+        return waves(0.01 * ones_B, no_B, no_B, ones_B, no_B), fill

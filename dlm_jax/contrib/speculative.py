@@ -191,8 +191,10 @@ def accept(
 
 
 def chain_probabilities(chain: Chain, chain_state: Any, logits_NV: jax.Array, at: At) -> jax.Array:
-    """The probabilities after a chain; one-hot for a greedy row."""
+    """The probabilities after a chain; one-hot for a greedy row, zeros if no id is possible."""
     final_NV = chain.apply(chain_state, logits_NV, at)
     best_NV = jax.nn.one_hot(drawing.argmax(final_NV), final_NV.shape[1])
     is_greedy_N1 = chain.is_greedy(at)[:, None]
-    return jnp.where(is_greedy_N1, best_NV, jax.nn.softmax(final_NV, axis=1))
+    is_possible_N1 = jnp.max(final_NV, axis=1, keepdims=True) > -jnp.inf  # False for NaN
+    all_NV = jnp.where(is_greedy_N1, best_NV, jax.nn.softmax(final_NV, axis=1))
+    return jnp.where(is_possible_N1, all_NV, 0.0)

@@ -136,7 +136,7 @@ class TextReader:
     def pieces(self, row: Row) -> list[NewText]:
         """Returns the new text since the last call, one piece for each finished block.
 
-        Without blocks, the text is streamed token by token if the row is decoded left to right.
+        Without blocks, the text is streamed as it is written if the row is decoded left to right.
         Otherwise it is returned when the row ends.
         """
         settled = self._num_settled(row)
@@ -146,7 +146,8 @@ class TextReader:
         is_over = row.status != Status.RUNNING or is_ended or cut is not None
         end = tokens.size if is_over else settled
         ends = list(range(self._first_end, end + 1, self._length)) if self._length else []
-        if is_over or (not self._length and self._sample.order == "left_to_right"):
+        rule = self._sample.table.commit[self._sample.order]
+        if is_over or (not self._length and rule.in_order):
             ends.append(end)
         ends = sorted({end for end in ends if end > self._place})
         if is_over and not ends:

@@ -272,7 +272,8 @@ class RuleTable:
         without a cache, of draws whose distributions the rules define.
         """
         why = "has no trace: it also writes tokens that are not candidates"
-        require(not row.is_noise, "order", row.order, why, "leave trace out")
+        steps_itself = row.is_noise or self.commit[row.order].step is not None
+        require(not steps_itself, "order", row.order, why, "leave trace out")
         for slot, undefined in _TRACED:
             rule, name = self.named(slot, row), undefined.__name__
             is_defined = rule is None or getattr(rule, name) is not undefined

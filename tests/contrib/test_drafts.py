@@ -12,6 +12,7 @@ import pytest
 import toy
 from oracles import drafts as oracle
 from oracles import samplers
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import dlm_jax
@@ -368,6 +369,12 @@ def test_a_step_writes_as_many_tokens_as_it_may():
     assert all((row == 1).all() for row in one)
     (row,) = _run("waves", [base | {"gen_length": 9, "draft_verified": False, "draft_length": 1}])
     assert row.steps == 5
+    # A greedy row, too, drafts as long as the head is sure.
+    asked = [
+        base | {"gen_length": 9, "temperature": 0.0, "draft_confidence": c} for c in (0, 0.3, 1)
+    ]
+    filled = [row.counters.filled for row in _run("waves", asked)]
+    assert filled[0] > filled[1] > filled[2] == 0
 
 
 def test_markov_logits_given_its_tokens_are_those_it_drew_from():
@@ -420,9 +427,14 @@ def test_a_saved_drafter_drafts_the_same(tmp_path):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.logprobs, b.logprobs)
         assert a.counters == b.counters
-    assert drafter.fingerprint(loaded) == drafter.fingerprint(_plain())
+    coarse = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _plain().params)
+    drafter.load(replace(_plain(), params=coarse), path)
     with pytest.raises(ValueError, match=r"^[^\n]*drafter[^\n]*another model[^\n]*; use [^\n]+$"):
         drafter.load(_plain(seed=1), path)
+    with pytest.raises(ValueError, match="has no drafter; add one by"):
+        drafter.save(_plain(), path)
+    with pytest.raises(ValueError, match="the model has a drafter; add another one to the model"):
+        drafter.load(_model(), path)
     named = replace(_plain(), tokenizer=CharacterTokenizer.of("hijklmn "))
     with pytest.raises(ValueError, match=r"^[^\n]*another vocabulary[^\n]*; use [^\n]+$"):
         drafter.load(named, path)
@@ -430,15 +442,32 @@ def test_a_saved_drafter_drafts_the_same(tmp_path):
         drafter.load(replace(_plain(), is_causal=False), path)
     with pytest.raises(ValueError, match=r"^[^\n]*causal[^\n]*; use [^\n]+$"):
         drafter.add(_plain(is_causal=False), _random(0), SHAPE, IDS)
+    for change, said in (
+        ({"heads": 3}, "a number of heads that divides the width 16"),
+        ({"block_length": 1}, "use blocks of 2 or more"),
+        ({"inner": 8}, "do not fit its shape and the model's width"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            drafter.add(_plain(), _random(0), replace(SHAPE, **change), IDS)
+    with pytest.raises(ValueError, match="ids has id 99, outside the vocabulary of 12"):
+        drafter.add(_plain(), _random(0), SHAPE, [99])
 
 
-@pytest.mark.parametrize("is_of_tensors", [True, False])
-def test_a_file_that_is_no_drafter_is_refused(is_of_tensors, tmp_path):
+@pytest.mark.parametrize("kind", ["text", "tensors", "cut", "missing"])
+def test_a_file_that_is_no_drafter_is_refused(kind, tmp_path):
     path = tmp_path / "other"
-    path.write_text("This is no file of tensors.")
-    if is_of_tensors:
+    if kind == "text":
+        path.write_text("This is no file of tensors.")
+    elif kind == "tensors":
         save_file({"a": np.zeros(2, np.float32)}, path, {"base": "a"})
-    with pytest.raises(ValueError, match=r"^[^\n]*other is not a drafter; use [^\n]+$"):
+    elif kind == "cut":
+        drafter.save(_model(), path)
+        with safe_open(path, "numpy") as file:
+            names, facts = file.keys(), file.metadata()
+            kept = {name: file.get_tensor(name) for name in names if "markov" not in name}
+        save_file(kept, path, facts)
+    said = "is not a file; pass a drafter" if kind == "missing" else "is not a drafter; use "
+    with pytest.raises(ValueError, match=rf"^[^\n]*other {said}[^\n]*$"):
         drafter.load(_plain(), path)
 
 
@@ -455,6 +484,7 @@ def test_a_file_that_is_no_drafter_is_refused(is_of_tensors, tmp_path):
         ({"cache": "exact"}, "cache='exact'"),
         ({"order": "left_to_right"}, "cache='drafts' requires order='drafted'"),
         ({"trace": True}, "trace"),
+        ({"read_back": 2}, "order='drafted'"),
         ({"steps": 7}, "steps=7"),
         ({"draft_confidence": 1.5}, "draft_confidence=1.5"),
         ({"draft_length": -1}, "draft_length=-1"),

@@ -11,8 +11,10 @@ import toy_model
 import dlm_jax
 from dlm_jax import MinP, Renoise, Setting, Temperature, Threshold, TopK, TopP, per_row, rule
 from dlm_jax.config import SamplingParams
+from dlm_jax.inference.reader import TextReader
 from dlm_jax.inference.request import make_requests
 from dlm_jax.sampling.positions import fold
+from dlm_jax.sampling.state import end_step
 
 # It recommends a transform that a list of transforms leaves out.
 SAMPLE = SamplingParams(
@@ -64,6 +66,46 @@ class Flat(dlm_jax.FillRule):
     def logits(self, fill, tokens_BL, level_BL):
         """Half the logits of the LM head."""
         return lambda places_N, is_real_N: 0.5 * fill.logits(places_N)
+
+
+@rule
+class Threes(dlm_jax.CommitRule):
+    """Writes id 3 in one hole after another, by a step of its own."""
+
+    in_order = True
+
+    def select(self, state, context, proposal):
+        """Not called."""
+        raise NotImplementedError
+
+    def step(self, program, params, state):
+        """The state with one more token in each running row."""
+        tokens_BL, runs_B = state.canvas.tokens_BL, state.is_running_B
+        is_hole_BL = state.is_free_BL & (tokens_BL == program.mask_id) & runs_B[:, None]
+        is_first_BL = is_hole_BL & (jnp.cumsum(is_hole_BL, axis=1) == 1)
+        state = state._replace(
+            canvas=state.canvas._replace(tokens_BL=jnp.where(is_first_BL, 3, tokens_BL)),
+            committed_BL=jnp.where(is_first_BL, state.step_B[:, None], state.committed_BL),
+        )
+        no_B = jnp.zeros_like(runs_B)
+        return end_step(program, state, runs_B, is_finite_B=~no_B, stays_B=no_B, changes_B=no_B)
+
+
+def test_a_rule_brings_its_own_step_to_the_engine_and_its_text_is_streamed():
+    settings = {"rules": [Threes], "order": "threes", "gen_length": 4, "steps": 9}
+    made = dlm_jax.generate(MODEL, ["The", "A cat"], **settings)
+    three = MODEL.tokenizer.decode([3])
+    assert made.texts == (f"The{three * 4}", f"A cat{three * 4}")
+    assert made.steps.tolist() == [4, 4] and made.forwards.tolist() == [0, 0]
+    assert made.committed[0, 3:7].tolist() == [0, 1, 2, 3]
+    (request,) = make_requests(MODEL, {"prompt": "The"}, settings)
+    reader, pieces = TextReader(MODEL, request), []
+    for rows in dlm_jax.stream(MODEL, ["The"], **settings):
+        pieces += [piece.text for piece in reader.pieces(rows[0])]
+    assert [piece for piece in pieces if piece] == [three] * 4
+    for refused in ({"trace": True}, {"read_back": 2}, {"host_sampler": lambda *given: None}):
+        with pytest.raises(ValueError, match="order='threes'"):
+            dlm_jax.generate(MODEL, ["The"], **settings, **refused)
 
 
 def _same(ours, theirs):
