@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 from dlm_jax import CachedTrunk, Model, Network
 from dlm_jax.sampling.propose import SamplerReadout
+from dlm_jax.sampling.rule_tools import key_of
 from dlm_jax.settings import check_ids
 
 GROUP = "drafter_head"
@@ -298,7 +299,7 @@ def _check_shape(shape: DraftShape, params: Params, width: int) -> None:
             f"the drafter's shape has block_length={shape.block_length} and heads={shape.heads}; "
             f"use blocks of 2 or more, and a number of heads that divides the width {width}"
         )
-    like = jax.eval_shape(lambda key: init(key, shape, width), jax.random.key(0))
+    like = jax.eval_shape(lambda key: init(key, shape, width), key_of(0))
     if _shapes(params) != _shapes(like):
         raise ValueError("the drafter's parameters do not fit its shape and the model's width")
 
@@ -362,7 +363,7 @@ def load(model: Model, path: str | os.PathLike[str]) -> Model:
             flat = {name: file.get_tensor(name) for name in names}
         shape = DraftShape(**json.loads(facts["shape"]))
         base, width = flat["base"], len(flat["trunk.norm"])
-        like = jax.eval_shape(lambda key: init(key, shape, width), jax.random.key(0))
+        like = jax.eval_shape(lambda key: init(key, shape, width), key_of(0))
         params = jax.tree_util.tree_map_with_path(
             lambda at, _: jnp.asarray(flat[_name(at)], jnp.float32), like
         )

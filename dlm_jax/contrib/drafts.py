@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from dlm_jax.sampling.commit import CommitContext, Proposal
 from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose import DrawLogits, FillInput, FillOutput, Parallel
+from dlm_jax.sampling.propose import FillInput, FillOutput, Parallel
 from dlm_jax.sampling.rule_tools import (
     GIVEN,
     NEVER,
@@ -80,7 +81,9 @@ class Markov(FillRule):
         out = fold(fill.is_open_BL, fill.chunk, draw, fill.start(), level_BL=level_BL)
         return out._replace(level_BL=level_BL)
 
-    def logits(self, fill: FillInput, tokens_BL: jax.Array, level_BL: jax.Array) -> DrawLogits:
+    def logits(
+        self, fill: FillInput, tokens_BL: jax.Array, level_BL: jax.Array
+    ) -> Callable[[jax.Array, jax.Array], jax.Array]:
         shown_BL = jnp.where(fill.is_open_BL, tokens_BL, fill.tokens_BL)
         return lambda places_N, is_real_N: _markov_logits(fill, shown_BL, places_N)
 
@@ -240,7 +243,7 @@ class Drafted(CommitRule):
         chain_state = chain.init(context, state.chain_state)
 
         # The holes to write: those from the first one up to the next given token.
-        is_hole_BL = state.is_free_BL & runs_B[:, None] & (canvas.tokens_BL == program.mask_id)
+        is_hole_BL = ~canvas.frozen_BL & runs_B[:, None] & (canvas.tokens_BL == program.mask_id)
         first_B = jnp.where(jnp.any(is_hole_BL, axis=1), place_of_largest(is_hole_BL), 0)
         first_B = first_B.astype(jnp.int32)
         place_BW = first_B[:, None] + jnp.arange(size + 1)[None]

@@ -369,6 +369,9 @@ def test_a_step_writes_as_many_tokens_as_it_may():
     assert all((row == 1).all() for row in one)
     (row,) = _run("waves", [base | {"gen_length": 9, "draft_verified": False, "draft_length": 1}])
     assert row.steps == 5
+    # Published causal models recommend blocks of one token.
+    (row,) = _run("waves", [base | {"gen_length": 9, "draft_verified": False, "block_length": 1}])
+    assert row.steps == math.ceil(9 / MOST)
     # A greedy row, too, drafts as long as the head is sure.
     asked = [
         base | {"gen_length": 9, "temperature": 0.0, "draft_confidence": c} for c in (0, 0.3, 1)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from dlm_jax.sampling.propose.constrained import Constrained
 from dlm_jax.sampling.propose.fill import (
-    DrawLogits,
     FillInput,
     FillOutput,
     FillRule,
@@ -21,7 +20,6 @@ FILL_RULES: Mapping[str, type[FillRule]] = {
 __all__ = [
     "FILL_RULES",
     "Constrained",
-    "DrawLogits",
     "FillInput",
     "FillOutput",
     "FillRule",
