@@ -257,7 +257,8 @@ def train_stage(
             begin = time.monotonic()
         if number % 100 == 0 or number == total:
             line = {"stage": stage, "step": number, "of": total, "rate": round(rate, 6)}
-            for name, part in (("train", found), ("held_out", judge(own, held_out, key)[1])):
+            judged = judge(own, held_out, jax.random.key(seed))[1]
+            for name, part in (("train", found), ("held_out", judged)):
                 line |= {f"{name}_{n}": np.float64(x).round(4).tolist() for n, x in part.items()}
             line["seconds"] = round(time.monotonic() - begin, 1)
             print(json.dumps(line), flush=True)
