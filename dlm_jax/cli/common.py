@@ -90,7 +90,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, has_dtype: bool = True) 
         "MODULE:FUNCTION=FILE, a function (model, file) -> model, such as "
         "dlm_jax.contrib.drafter:load=FILE; repeatable"
     )
-    parser.add_argument("--extend", action="append", default=[], metavar="NAME", help=extend)
+    parser.add_argument("--extend", action="append", default=[], metavar="CALL", help=extend)
     ignore = "field of a published config.json that is not read; repeatable"
     parser.add_argument("--ignore-config", action="append", default=[], metavar="KEY", help=ignore)
 

@@ -65,8 +65,8 @@ def init(key: jax.Array, shape: DraftShape, width: int, scale_D: Any = 1.0) -> P
     """
     keys = iter(jax.random.split(key, 8 + 6 * shape.depth))
 
-    def matrix(fan_in: int, fan_out: int, scale: float = 1.0) -> jax.Array:
-        return jax.random.normal(next(keys), (fan_in, fan_out)) * scale / fan_in**0.5
+    def matrix(fan_in: int, fan_out: int) -> jax.Array:
+        return jax.random.normal(next(keys), (fan_in, fan_out)) / fan_in**0.5
 
     def layer() -> Params:
         return {
@@ -136,15 +136,15 @@ def hidden(
     bias_N11L = jnp.where(is_seen_NL, 0.0, -1e9)[:, None, None]
     for n, layer in enumerate(params["layers"]):
         y_NLD = norm(x_NLD, layer["attention_norm"])
-        # The hidden vectors of the context are read, but only those of the first layer are new.
-        own_NLD = y_NLD[:, context:] if n == len(params["layers"]) - 1 else y_NLD
+        # The last layer has no output at the context.
+        query_NLD = y_NLD[:, context:] if n == len(params["layers"]) - 1 else y_NLD
         q, k, v = (
             (y @ layer[name]).reshape(num, y.shape[1], shape.heads, -1)
-            for name, y in (("query", own_NLD), ("key", y_NLD), ("value", y_NLD))
+            for name, y in (("query", query_NLD), ("key", y_NLD), ("value", y_NLD))
         )
         score_NHLM = jnp.einsum("nlhk,nmhk->nhlm", q, k) / q.shape[-1] ** 0.5 + bias_N11L
         y_NLD = jnp.einsum("nhlm,nmhk->nlhk", jax.nn.softmax(score_NHLM, axis=-1), v)
-        x_NLD = x_NLD[:, -own_NLD.shape[1] :] + y_NLD.reshape(own_NLD.shape) @ layer["out"]
+        x_NLD = x_NLD[:, -query_NLD.shape[1] :] + y_NLD.reshape(query_NLD.shape) @ layer["out"]
         y_NLD = norm(x_NLD, layer["mlp_norm"])
         y_NLD = jax.nn.silu(y_NLD @ layer["gate"]) * (y_NLD @ layer["up"])
         x_NLD = x_NLD + y_NLD @ layer["down"]
@@ -194,34 +194,30 @@ def with_drafts(network: Network, shape: DraftShape) -> Network:
     base = network.cached
     assert base is not None
 
-    def table(params: Params) -> jax.Array:
-        """Embeddings as inputs and rows of the LM head: of unit mean square, at the drafted ids."""
-        return params[GROUP]["table"]
-
     def embed(params: Params, ids: jax.Array) -> jax.Array:
         vectors = network.embed(params, ids).astype(jnp.float32)
         return vectors * params[GROUP]["scale"]
 
     def readout(params: Params, features_ND: jax.Array) -> jax.Array:
-        few_NM = (features_ND @ table(params).T).astype(jnp.float32)
+        few_NM = (features_ND @ params[GROUP]["table"].T).astype(jnp.float32)
         none_NV = jnp.full((len(features_ND), network.vocab_size), -jnp.inf)
         return none_NV.at[:, params[GROUP]["ids"]].set(few_NM)
 
     def block(
         params: Params, context_NCD: jax.Array, is_there_NC: jax.Array, ids_N: jax.Array
     ) -> jax.Array:
-        own = params[GROUP]["trunk"]
-        return hidden(shape, own, context_NCD, is_there_NC, embed(params, ids_N))
+        vectors_ND = embed(params, ids_N)
+        return hidden(shape, params[GROUP]["trunk"], context_NCD, is_there_NC, vectors_ND)
 
     def sampler(
         params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
     ) -> jax.Array:
-        own = params[GROUP]["sampler"]
-        return readout(params, sampler_features(own, left_NCD, hidden_ND, right_NCD))
+        head = params[GROUP]["sampler"]
+        return readout(params, sampler_features(head, left_NCD, hidden_ND, right_NCD))
 
     def markov(params: Params, ids_N: jax.Array, hidden_ND: jax.Array) -> jax.Array:
-        own = params[GROUP]["markov"]
-        return readout(params, markov_features(own, embed(params, ids_N), hidden_ND))
+        head = params[GROUP]["markov"]
+        return readout(params, markov_features(head, embed(params, ids_N), hidden_ND))
 
     inner = replace(
         network, embed=embed, readout=readout, logits_of=None, cached=None,
@@ -231,13 +227,7 @@ def with_drafts(network: Network, shape: DraftShape) -> Network:
         network,
         cached=_with_hidden(base),
         heads={**network.heads, "drafter": Drafter(shape, block, inner)},
-        axes=None if network.axes is None else functools.partial(_axes, network),
     )
-
-
-def _axes(network: Network, params: Params) -> Any:
-    assert network.axes is not None
-    return network.axes({name: tree for name, tree in params.items() if name != GROUP})
 
 
 def _with_hidden(base: CachedTrunk) -> CachedTrunk:

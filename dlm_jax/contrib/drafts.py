@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,10 +106,8 @@ class FreeWaves(Wavefront):
 
         out = fold(fill.is_open_BL, fill.chunk, draw, fill.start())
         sure_BL = jnp.where(fill.is_open_BL, out.proposal.logprob_BL, -jnp.inf)
-        place_1L = jnp.arange(sure_BL.shape[1])[None]
-        is_first_BL = fill.is_open_BL & (place_1L == place_of_largest(sure_BL)[:, None])
-        is_grown_BL = fill.is_open_BL & ~is_first_BL
-        first_B1 = place_of_largest(sure_BL)[:, None]
+        place_1L, first_B1 = jnp.arange(sure_BL.shape[1])[None], place_of_largest(sure_BL)[:, None]
+        is_grown_BL = fill.is_open_BL & (place_1L != first_B1)
         level_BL = jnp.where(fill.is_open_BL, 2 * jnp.abs(place_1L - first_B1), NEVER)
         level_BL = jnp.where(fill.is_seen_BL, GIVEN, level_BL)
         grown = grown_logits(fill, level_BL, self.temperature_B)
@@ -145,6 +143,16 @@ class Drafts(KVCache):
 
     def refresh(self, block: Any, begin_B: jax.Array, valid_B: jax.Array) -> tuple[jax.Array, None]:
         return valid_B != begin_B, None
+
+
+class Verified(NamedTuple):
+    """The positions of each row's block, ``[B, W]``, or some of them, ``[N]``."""
+
+    is_accepted: jax.Array
+    is_draft: jax.Array  # a draft was verified here
+    token: jax.Array  # int32: the accepted draft, or what the model draws instead
+    logprob: jax.Array  # float32, of the token under the model's clean logits
+    is_fine: jax.Array  # False if the model's logits are not finite or allow no id
 
 
 _HELP = "; ".join(f"{name} ({text})" for name, text in DRAFTS.items())
@@ -275,11 +283,11 @@ class Drafted(CommitRule):
         output, cache, counters = forward(program, params, shown, is_first_BL & is_hole_BL)
 
         # Verify.
-        none_BW = jnp.zeros(place_BW.shape, jnp.int32)
-        zero_BW = none_BW.astype(jnp.float32)
-        start = (none_BW > 0, none_BW > 0, none_BW, zero_BW, none_BW > 0)
+        zero_BW = jnp.zeros(place_BW.shape, jnp.int32)
+        no_BW = zero_BW > 0
+        start = Verified(no_BW, no_BW, zero_BW, zero_BW.astype(jnp.float32), no_BW)
 
-        def verify(found: Any, places_N: jax.Array, is_real_N: jax.Array) -> Any:
+        def verify(done: Verified, places_N: jax.Array, is_real_N: jax.Array) -> Verified:
             row_N, offset_N = jnp.divmod(places_N, size + 1)
             index_N = inside_BW[row_N, offset_N]
             key_N = salted(jax.vmap(jax.random.fold_in)(key_B[row_N], index_N), _SALT)
@@ -288,35 +296,34 @@ class Drafted(CommitRule):
             draft_N = jnp.pad(draft_BK, ((0, 0), (0, 1)))[row_N, offset_N]
             clean_NV = output.logits(program.network, params, row_N * num_positions + index_N)
             # The draft at an offset is on its canvas one place later.
-            own_N = row_N * (size + 1) + jnp.minimum(offset_N + 1, size)
+            draft_place_N = row_N * (size + 1) + jnp.minimum(offset_N + 1, size)
             p_NV = chain_probabilities(chain, chain_state, clean_NV, at)
             # The keys are those of the draft, so that random transforms are the same.
-            own_NV, own_at = drawn_from(own_N, is_real_N), fill.at(own_N, is_real_N)
-            q_NV = chain_probabilities(fill.chain, fill.chain_state, own_NV, own_at)
+            head_NV = drawn_from(draft_place_N, is_real_N)
+            draft_at = fill.at(draft_place_N, is_real_N)
+            q_NV = chain_probabilities(fill.chain, fill.chain_state, head_NV, draft_at)
             # Whether a draft counts does not depend on the draft itself, or the law would change.
-            sureness_N = jnp.max(jax.nn.softmax(own_NV, axis=1), axis=1)
+            sureness_N = jnp.max(jax.nn.softmax(head_NV, axis=1), axis=1)
             is_draft_N &= sureness_N >= self.confidence_B[row_N]
             q_NV = jnp.where(is_draft_N[:, None], q_NV, 0.0)
-            is_kept_N, other_N = accept(p_NV, q_NV, draft_N, key_N)
-            is_kept_N = is_draft_N & (is_kept_N | ~self.is_verified_B[row_N])
-            token_N = jnp.where(is_kept_N, draft_N, other_N)
+            is_accepted_N, other_N = accept(p_NV, q_NV, draft_N, key_N)
+            is_accepted_N = is_draft_N & (is_accepted_N | ~self.is_verified_B[row_N])
+            token_N = jnp.where(is_accepted_N, draft_N, other_N)
             logprob_N = drawing.log_prob(clean_NV, token_N)
             is_fine_N = jnp.isfinite(logprob_N) & jnp.any(p_NV > 0, axis=1)
-            made = is_kept_N, is_draft_N, token_N, logprob_N, is_fine_N
-            return put(found, places_N, is_real_N, made)
+            new = Verified(is_accepted_N, is_draft_N, token_N, logprob_N, is_fine_N)
+            return put(done, places_N, is_real_N, new)
 
         is_read_BW = is_run_BW & (jnp.arange(size + 1)[None] <= count_B[:, None])
-        is_kept_BW, is_sent_BW, token_BW, logprob_BW, is_fine_BW = fold(
-            is_read_BW, program.chunk, verify, start
-        )
-        count_B = jnp.sum(jnp.cumprod(is_sent_BW, axis=1), axis=1)
+        verified = fold(is_read_BW, program.chunk, verify, start)
+        count_B = jnp.sum(jnp.cumprod(verified.is_draft, axis=1), axis=1)
 
         # Commit the accepted drafts and one more token, up to the first EOS.
-        kept_B = jnp.sum(jnp.cumprod(is_kept_BW, axis=1), axis=1)
-        is_written_BW = is_read_BW & (jnp.arange(size + 1)[None] <= kept_B[:, None])
-        is_end_BW = jnp.isin(token_BW, jnp.array(program.eos_ids, jnp.int32)) & is_written_BW
+        accepted_B = jnp.sum(jnp.cumprod(verified.is_accepted, axis=1), axis=1)
+        is_written_BW = is_read_BW & (jnp.arange(size + 1)[None] <= accepted_B[:, None])
+        is_end_BW = jnp.isin(verified.token, jnp.array(program.eos_ids, jnp.int32)) & is_written_BW
         is_written_BW &= jnp.cumsum(is_end_BW, axis=1) - is_end_BW == 0
-        is_finite_B = jnp.all(is_fine_BW | ~is_written_BW, axis=1)
+        is_finite_B = jnp.all(verified.is_fine | ~is_written_BW, axis=1)
         is_written_BW &= is_finite_B[:, None]
         at_BW = jnp.where(is_written_BW, place_BW, num_positions)
 
@@ -328,8 +335,8 @@ class Drafted(CommitRule):
         assert cache is not None
         valid_B = jnp.where(runs_B, first_B + written_B, cache.valid_B).astype(jnp.int32)
         state = state._replace(
-            canvas=canvas._replace(tokens_BL=write(canvas.tokens_BL, token_BW)),
-            logprob_BL=write(state.logprob_BL, logprob_BW),
+            canvas=canvas._replace(tokens_BL=write(canvas.tokens_BL, verified.token)),
+            logprob_BL=write(state.logprob_BL, verified.logprob),
             committed_BL=write(
                 state.committed_BL, jnp.broadcast_to(state.step_B[:, None], at_BW.shape)
             ),

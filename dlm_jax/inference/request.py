@@ -588,8 +588,8 @@ def _resolved(
     source, why = getattr(sample, "confidence_of", "clean"), "requires state of the device"
     is_fine = not is_hosted or source == "clean"
     require(is_fine, "confidence_of", source, why, "use confidence_of='clean'")
-    steps_itself = sample.is_noise or table.commit[sample.order].step is not None
-    is_fine, why = not (steps_itself and (is_hosted or is_read)), "writes tokens on the device"
+    is_fine = not (table.steps_itself(sample) and (is_hosted or is_read))
+    why = "writes tokens on the device"
     require(is_fine, "order", sample.order, why, "remove host_sampler and read_back")
     if isinstance(sample.structure, str) and sample.structure:
         sample = replace(sample, structure=model.structures.automaton(sample.structure))

@@ -267,13 +267,17 @@ class RuleTable:
             rule.check_model(row, facts)
         self.check_chain(row, facts)
 
+    def steps_itself(self, row: Any) -> bool:
+        """Whether a row takes another step than that of MASK, which a host cannot join."""
+        order = self.commit[row.order]
+        return issubclass(order, NoiseRule) or order.step is not None
+
     def check_trace(self, row: Any) -> None:
         """Raises ValueError for settings of a row without a trace. A replay computes exact values,
         without a cache, of draws whose distributions the rules define.
         """
         why = "has no trace: it also writes tokens that are not candidates"
-        steps_itself = row.is_noise or self.commit[row.order].step is not None
-        require(not steps_itself, "order", row.order, why, "leave trace out")
+        require(not self.steps_itself(row), "order", row.order, why, "leave trace out")
         for slot, undefined in _TRACED:
             rule, name = self.named(slot, row), undefined.__name__
             is_defined = rule is None or getattr(rule, name) is not undefined
