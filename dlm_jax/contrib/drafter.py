@@ -1,10 +1,10 @@
 """A small network that drafts a block of tokens from the hidden vectors of a causal model.
 
-The drafter reads the last hidden vectors of the frozen trunk, the token that follows them, and a
-learned vector for each position to draft, all of which attend to each other (as DFlash, 2026). Its
-LM head is the trunk's, for the most frequent ids only. Two more heads make the tokens of a block
-fit each other: a sampler head, as that of the core, and a Markov head, a bias of low rank given the
-token before (as DSpark, 2026).
+The drafter reads the last tokens and the hidden vectors of the frozen trunk that predicted them (as
+EAGLE, 2024). A linear map for each position to draft is its start, and layers of attention over
+these tokens are added. Its LM head is the trunk's, for the most frequent ids only. Two more heads
+make the tokens of a block fit each other: a sampler head, as that of the core, and a Markov head, a
+bias of low rank given the token before (as DSpark, 2026).
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class DraftShape:
 
     Attributes:
       block_length: maximum number of drafted tokens, ``K``.
-      context: number of the trunk's last hidden vectors that a block reads, ``C``.
+      context: number of last tokens, with their hidden vectors, that a block reads, ``C``.
+      near: number of these that the linear maps read, ``R``.
       depth: number of layers.
-      heads: attention heads per layer.
+      heads: attention heads per layer, which share their keys and values.
       inner: width of the MLPs.
       rank: rank of the Markov head's bias.
       neighbors: number of neighbours that the sampler head reads on each side.
@@ -51,11 +52,12 @@ class DraftShape:
 
     block_length: int = 8
     context: int = 8
-    depth: int = 2
+    near: int = 2
+    depth: int = 1
     heads: int = 9
-    inner: int = 1024
+    inner: int = 512
     rank: int = 256
-    neighbors: int = 1
+    neighbors: int = 2
 
 
 def init(key: jax.Array, shape: DraftShape, width: int, scale_D: Any = 1.0) -> Params:
@@ -64,28 +66,26 @@ def init(key: jax.Array, shape: DraftShape, width: int, scale_D: Any = 1.0) -> P
     `scale_D` are the root mean squares of the trunk's hidden vectors.
     """
     keys = iter(jax.random.split(key, 8 + 6 * shape.depth))
+    size, narrow, side = shape.block_length, width // shape.heads, 2 * shape.neighbors
 
-    def matrix(fan_in: int, fan_out: int) -> jax.Array:
-        return jax.random.normal(next(keys), (fan_in, fan_out)) / fan_in**0.5
+    def matrix(fan_in: int, *fan_out: int) -> jax.Array:
+        return jax.random.normal(next(keys), (fan_in, *fan_out)) / fan_in**0.5
 
     def layer() -> Params:
         return {
             "attention_norm": jnp.ones(width), "mlp_norm": jnp.ones(width),
-            "query": matrix(width, width), "key": matrix(width, width),
-            "value": matrix(width, width), "out": jnp.zeros((width, width)),
+            "query": matrix(width, width), "key": matrix(2 * width, narrow),
+            "value": matrix(2 * width, narrow), "out": jnp.zeros((width, width)),
             "gate": matrix(width, shape.inner), "up": matrix(width, shape.inner),
             "down": jnp.zeros((shape.inner, width)),
         }  # fmt: skip
 
-    total, side = shape.context + 1 + shape.block_length, 2 * shape.neighbors
     return {
         "trunk": {
-            "place": jax.random.normal(next(keys), (total, width)) * 0.02,
-            "hole": jnp.zeros(width),
-            "context": matrix(width, width), "anchor": matrix(width, width),
-            "last": matrix(width, width),
+            "near": matrix(2 * shape.near * width, width), "far": matrix(width, size, width),
+            "start": jnp.zeros((size, width)), "place": jnp.zeros((shape.context, 2 * width)),
             "layers": [layer() for _ in range(shape.depth)],
-            "norm": jnp.broadcast_to(jnp.asarray(scale_D, jnp.float32), width),
+            "scale": jnp.broadcast_to(jnp.asarray(scale_D, jnp.float32), width),
         },
         "sampler": {
             "inner": matrix((1 + side) * width, width), "inner_norm": jnp.ones(width),
@@ -102,53 +102,39 @@ def norm(x: jax.Array, scale: jax.Array | float) -> jax.Array:
 
 
 def hidden(
-    shape: DraftShape,
-    params: Params,
-    context_NCD: jax.Array,
-    is_there_NC: jax.Array,
-    last_ND: jax.Array,
+    shape: DraftShape, params: Params, context_NCD: jax.Array, vector_NCD: jax.Array
 ) -> jax.Array:
     """Hidden vectors ``[N, K, D]`` of the positions to draft.
 
     Args:
       shape: the sizes.
       params: the parameters of the part ``trunk``.
-      context_NCD: the trunk's hidden vectors of the last positions, in order; the last one
-        predicted the token before the block.
-      is_there_NC: False where there is no such position.
-      last_ND: embedding of the token before the block, scaled as all embeddings that are read.
+      context_NCD: the trunk's hidden vectors that predicted the last tokens, in order; zeros where
+        there is none.
+      vector_NCD: embeddings of these tokens, scaled as all embeddings that are read; zeros where
+        there is none.
     """
-    num, context, width = context_NCD.shape
     context_NCD = context_NCD.astype(jnp.float32)  # the squares of bfloat16 vectors lose digits
-    context_NCD = norm(context_NCD, 1.0)
-    hole_D = params["hole"][None, None] + context_NCD[:, -1:] @ params["last"]
-    anchor_N1D = (last_ND @ params["anchor"])[:, None]
-    x_NLD = jnp.concatenate(
-        [
-            context_NCD @ params["context"],
-            anchor_N1D,
-            jnp.broadcast_to(hole_D + anchor_N1D, (num, shape.block_length, width)),
-        ],
-        axis=1,
-    )
-    x_NLD = x_NLD + params["place"][None, -x_NLD.shape[1] :]
-    is_seen_NL = jnp.pad(is_there_NC, ((0, 0), (0, x_NLD.shape[1] - context)), constant_values=True)
-    bias_N11L = jnp.where(is_seen_NL, 0.0, -1e9)[:, None, None]
-    for n, layer in enumerate(params["layers"]):
-        y_NLD = norm(x_NLD, layer["attention_norm"])
-        # The last layer has no output at the context.
-        query_NLD = y_NLD[:, context:] if n == len(params["layers"]) - 1 else y_NLD
-        q, k, v = (
-            (y @ layer[name]).reshape(num, y.shape[1], shape.heads, -1)
-            for name, y in (("query", query_NLD), ("key", y_NLD), ("value", y_NLD))
-        )
-        score_NHLM = jnp.einsum("nlhk,nmhk->nhlm", q, k) / q.shape[-1] ** 0.5 + bias_N11L
-        y_NLD = jnp.einsum("nhlm,nmhk->nlhk", jax.nn.softmax(score_NHLM, axis=-1), v)
-        x_NLD = x_NLD[:, -query_NLD.shape[1] :] + y_NLD.reshape(query_NLD.shape) @ layer["out"]
-        y_NLD = norm(x_NLD, layer["mlp_norm"])
-        y_NLD = jax.nn.silu(y_NLD @ layer["gate"]) * (y_NLD @ layer["up"])
-        x_NLD = x_NLD + y_NLD @ layer["down"]
-    return norm(x_NLD[:, -shape.block_length :], params["norm"])
+    pair_NCE = jnp.concatenate([norm(context_NCD, 1.0), vector_NCD], axis=2)
+    near_ND = near(shape, pair_NCE) @ params["near"]
+    x_NKD = jnp.einsum("nd,dke->nke", near_ND, params["far"]) + params["start"][None]
+    pair_NCE = pair_NCE + params["place"][None]
+    for layer in params["layers"]:
+        query_NKHF = norm(x_NKD, layer["attention_norm"]) @ layer["query"]
+        query_NKHF = query_NKHF.reshape(*x_NKD.shape[:2], shape.heads, -1)
+        key_NCF, value_NCF = pair_NCE @ layer["key"], pair_NCE @ layer["value"]
+        score_NKHC = jnp.einsum("nkhf,ncf->nkhc", query_NKHF, key_NCF) / key_NCF.shape[2] ** 0.5
+        y_NKHF = jnp.einsum("nkhc,ncf->nkhf", jax.nn.softmax(score_NKHC, axis=3), value_NCF)
+        x_NKD = x_NKD + y_NKHF.reshape(x_NKD.shape) @ layer["out"]
+        y_NKD = norm(x_NKD, layer["mlp_norm"])
+        y_NKI = jax.nn.silu(y_NKD @ layer["gate"]) * (y_NKD @ layer["up"])
+        x_NKD = x_NKD + y_NKI @ layer["down"]
+    return x_NKD * params["scale"][None, None]
+
+
+def near(shape: DraftShape, pair_NCE: jax.Array) -> jax.Array:
+    """What the linear maps read: the last pairs of a hidden vector and an embedding."""
+    return pair_NCE[:, -shape.near :].reshape(len(pair_NCE), -1)
 
 
 def sampler_features(
@@ -177,8 +163,8 @@ class Drafter:
 
     Attributes:
       shape: its sizes.
-      block: ``(params, context_NCD, is_there_NC, ids_N) -> hidden_NKD``: `hidden` for these ids of
-        the tokens before the blocks.
+      block: ``(params, context_NCD, ids_NC) -> hidden_NKD``: `hidden` for the ids of the last
+        tokens; -1 where there is none.
       network: what fills read: `Network.embed`, `Network.readout`, and the heads ``sampler`` and
         ``markov``, ``(params, ids_N, hidden_ND) -> logits_NV`` given the ids before each position.
     """
@@ -203,11 +189,9 @@ def with_drafts(network: Network, shape: DraftShape) -> Network:
         none_NV = jnp.full((len(features_ND), network.vocab_size), -jnp.inf)
         return none_NV.at[:, params[GROUP]["ids"]].set(few_NM)
 
-    def block(
-        params: Params, context_NCD: jax.Array, is_there_NC: jax.Array, ids_N: jax.Array
-    ) -> jax.Array:
-        vectors_ND = embed(params, ids_N)
-        return hidden(shape, params[GROUP]["trunk"], context_NCD, is_there_NC, vectors_ND)
+    def block(params: Params, context_NCD: jax.Array, ids_NC: jax.Array) -> jax.Array:
+        vector_NCD = embed(params, jnp.maximum(ids_NC, 0)) * (ids_NC >= 0)[:, :, None]
+        return hidden(shape, params[GROUP]["trunk"], context_NCD, vector_NCD)
 
     def sampler(
         params: Params, left_NCD: jax.Array, hidden_ND: jax.Array, right_NCD: jax.Array
@@ -352,7 +336,7 @@ def load(model: Model, path: str | os.PathLike[str]) -> Model:
             names, facts = file.keys(), file.metadata() or {}
             flat = {name: file.get_tensor(name) for name in names}
         shape = DraftShape(**json.loads(facts["shape"]))
-        base, width = flat["base"], len(flat["trunk.norm"])
+        base, width = flat["base"], len(flat["trunk.scale"])
         like = jax.eval_shape(lambda key: init(key, shape, width), key_of(0))
         params = jax.tree_util.tree_map_with_path(
             lambda at, _: jnp.asarray(flat[_name(at)], jnp.float32), like

@@ -175,8 +175,8 @@ class Drafted(CommitRule):
     for rows that sample; a greedy text is exact for any draft.
 
     A step writes between one and ``K + 1`` tokens, and computes K + 1 positions whatever the number
-    of drafts. In the first step of a row, the drafter knows the last token alone, because no hidden
-    vector is cached yet. `State.counters` has the verified drafts as ``filled``.
+    of drafts. In the first step of a row, the drafter knows the last tokens alone, because no
+    hidden vector is cached yet. `State.counters` has the verified drafts as ``filled``.
     """
 
     name = "drafted"
@@ -362,9 +362,9 @@ class Drafted(CommitRule):
         is_there_BC = (place_BC >= 1) & (place_BC < state.cache.valid_B[:, None])
         context_BCD = hidden_BLD[row_B1, jnp.maximum(place_BC, 0)]
         context_BCD = jnp.where(is_there_BC[:, :, None], context_BCD, 0.0)
-        last_B = jnp.take_along_axis(tokens_BL, jnp.maximum(first_B - 1, 0)[:, None], axis=1)[:, 0]
-        last_B = jnp.maximum(last_B, 0)
-        hidden_BKD = drafter.block(params, context_BCD, is_there_BC, last_B)
+        ids_BC = jnp.where(place_BC >= 0, tokens_BL[row_B1, jnp.maximum(place_BC, 0)], -1)
+        last_B = jnp.maximum(ids_BC[:, -1], 0)
+        hidden_BKD = drafter.block(params, context_BCD, ids_BC)
         hidden_BMD = jnp.pad(hidden_BKD, ((0, 0), (1, 0), (0, 0)))
 
         shown_BM = jnp.pad(last_B[:, None], ((0, 0), (0, shape.block_length)))
