@@ -41,7 +41,7 @@ from dlm_jax.cli.common import start_jax
 from dlm_jax.contrib import drafter, drafts
 from dlm_jax.inference.scoring import score_rows
 
-STAGES = {"trunk": (0.6, 3e-4), "heads": (0.4, 1e-3)}
+STAGES = {"trunk": (0.5, 5e-4), "heads": (0.5, 1e-3)}
 """The stages of training, with their shares of the time and their learning rates."""
 DECAY = 0.85
 """Weight of each position of a block, relative to the one before."""
@@ -67,11 +67,11 @@ def write_text(args: argparse.Namespace) -> None:
 
 def read_files(root: Path, stop: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Tokens ``[R, L]`` and float16 hidden vectors ``[R, L, D]`` of the files."""
-    found = [np.load(path) for path in sorted((root / "text").glob("[0-9]*.npz"))[:stop]]
-    if not found:
+    files = [np.load(path) for path in sorted((root / "text").glob("[0-9]*.npz"))[:stop]]
+    if not files:
         raise ValueError(f"{root}/text has no files; run the command text first")
-    return (np.concatenate([one["tokens"] for one in found]),
-            np.concatenate([one["hidden"] for one in found]))  # fmt: skip
+    return (np.concatenate([one["tokens"] for one in files]),
+            np.concatenate([one["hidden"] for one in files]))  # fmt: skip
 
 
 def blocks(
@@ -155,7 +155,7 @@ def losses(
     vector_NCD = embedded(table, batch["ids"])
     hidden_NKD = drafter.hidden(shape, params["trunk"], context_NCD, vector_NCD)
     if stage == "trunk":
-        found = {"parallel": compare(hidden_NKD.reshape(num * size, -1))}
+        results = {"parallel": compare(hidden_NKD.reshape(num * size, -1))}
     else:
         hidden_PD = jax.lax.stop_gradient(hidden_NKD).reshape(num * size, -1)
         before_NK = jnp.concatenate([last_N[:, None], tokens_NK[:, :-1]], axis=1)
@@ -164,9 +164,9 @@ def losses(
         )
         left_PCD, right_PCD = neighbors(shape, embed, last_N, tokens_NK, key)
         sampler_PD = drafter.sampler_features(params["sampler"], left_PCD, hidden_PD, right_PCD)
-        found = {"markov": compare(markov_PD), "sampler": compare(sampler_PD)}
-    costs = {name: cost for name, (cost, _) in found.items()}
-    accepted = {f"accepted_{name}": each_K for name, (_, each_K) in found.items()}
+        results = {"markov": compare(markov_PD), "sampler": compare(sampler_PD)}
+    costs = {name: cost for name, (cost, _) in results.items()}
+    accepted = {f"accepted_{name}": each_K for name, (_, each_K) in results.items()}
     return sum(costs.values(), jnp.zeros(())), costs | accepted
 
 
@@ -240,8 +240,8 @@ def train(args: argparse.Namespace) -> None:
         params = train_stage(
             args, stage, shape, params, table, batch_of, held_out, seed=args.seed + number
         )
-    made = drafter.add(model, params, shape, ids)
-    drafter.save(made, root / "drafter.safetensors")
+    drafting = drafter.add(model, params, shape, ids)
+    drafter.save(drafting, root / "drafter.safetensors")
     print(root / "drafter.safetensors", flush=True)
 
 
@@ -252,66 +252,70 @@ def train_stage(
     """The parameters after a stage. The time of the first steps gives the number of steps. The
     state is written every hundred steps, and read where there is one.
     """
-    told = json.dumps([asdict(shape), args.ids, args.seed, args.batch_size])
+    settings = json.dumps([asdict(shape), args.ids, args.seed, args.batch_size])
     path = args.root / f"{stage}.npz"
-    trained = ("trunk",) if stage == "trunk" else ("sampler", "markov")
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.inject_hyperparams(optax.adamw)(learning_rate=0.0, b2=0.99, weight_decay=0.01),
     )
-    own = {name: params[name] for name in trained}
-    state = optimizer.init(own)
+    names = ("trunk",) if stage == "trunk" else ("sampler", "markov")
+    trained = {name: params[name] for name in names}
+    state = optimizer.init(trained)
 
-    def loss_of(own: Any, batch: Any, key: jax.Array) -> Any:
-        return losses(shape, {**params, **own}, table, batch, key, stage)
+    def loss_of(trained: Any, batch: Any, key: jax.Array) -> Any:
+        return losses(shape, {**params, **trained}, table, batch, key, stage)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(own: Any, state: Any, batch: Any, key: jax.Array, rate: jax.Array) -> Any:
-        (_, found), grads = jax.value_and_grad(loss_of, has_aux=True)(own, batch, key)
+    def step(trained: Any, state: Any, batch: Any, key: jax.Array, rate: jax.Array) -> Any:
+        (_, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(trained, batch, key)
         state[1].hyperparams["learning_rate"] = rate
-        updates, state = optimizer.update(grads, state, own)
-        return optax.apply_updates(own, updates), state, found
+        updates, state = optimizer.update(grads, state, trained)
+        return optax.apply_updates(trained, updates), state, metrics
 
     judge = jax.jit(loss_of)
     number, total = 0, args.steps
-    leaves, tree = jax.tree.flatten((own, state))
+    leaves, tree = jax.tree.flatten((trained, state))
     if path.exists():
         with np.load(path) as stored:
-            if str(stored["told"]) != told:
+            if str(stored["settings"]) != settings:
                 raise ValueError(f"{path} is of other settings; remove it, or use another --root")
             number, total = int(stored["number"]), int(stored["total"])
-            own, state = jax.tree.unflatten(
+            trained, state = jax.tree.unflatten(
                 tree, [jnp.asarray(stored[str(n)]) for n in range(len(leaves))]
             )
     begin, seconds = time.monotonic(), args.minutes * 60 * STAGES[stage][0]
     while not total or number < total:
         if number == 21 and not total:
-            jax.block_until_ready(own)
+            jax.block_until_ready(trained)
             total = max(60, int(20 * seconds / (time.monotonic() - begin)))
         share = 0.0 if not total else number / total
         rate = args.learning_rate * STAGES[stage][1] * min(1.0, (number + 1) / 100)
         rate *= 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share))
         key = jax.random.fold_in(jax.random.key(seed), number)
         batch = batch_of(np.random.default_rng((seed, number)))
-        own, state, found = step(own, state, batch, key, jnp.float32(rate))
+        trained, state, metrics = step(trained, state, batch, key, jnp.float32(rate))
         number += 1
         if number == 1:
-            jax.block_until_ready(own)
+            jax.block_until_ready(trained)
             begin = time.monotonic()
         if number % 100 == 0 or number == total:
             line = {"stage": stage, "step": number, "of": total, "rate": round(rate, 6)}
-            judged = judge(own, held_out, jax.random.key(seed))[1]
-            for name, part in (("train", found), ("held_out", judged)):
+            judged = judge(trained, held_out, jax.random.key(seed))[1]
+            for name, part in (("train", metrics), ("held_out", judged)):
                 line |= {f"{name}_{n}": np.float64(x).round(4).tolist() for n, x in part.items()}
             line["seconds"] = round(time.monotonic() - begin, 1)
             print(json.dumps(line), flush=True)
             with (args.root / "figures.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            stored = {str(n): np.asarray(x) for n, x in enumerate(jax.tree.leaves((own, state)))}
+            stored = {
+                str(n): np.asarray(x) for n, x in enumerate(jax.tree.leaves((trained, state)))
+            }
             begun = path.with_name(f".{path.name}")
-            np.savez(begun, allow_pickle=False, told=told, number=number, total=total, **stored)
+            np.savez(
+                begun, allow_pickle=False, settings=settings, number=number, total=total, **stored
+            )
             begun.rename(path)
-    return {**params, **own}
+    return {**params, **trained}
 
 
 # Evaluate.
@@ -462,16 +466,16 @@ def measure_speed(args: argparse.Namespace) -> None:
     print("| --- | --- | --- | --- | --- |")
     for rows in (1, args.rows):
         asked = some[:1] if rows == 1 else some * -(-rows // len(some))
-        args.rows, found = rows, {name: [] for name in cases}
+        args.rows, seconds = rows, {name: [] for name in cases}
         counts = {}
         for turn in range(args.rounds + 1):
             for name in sorted(cases, reverse=turn % 2 > 0):
                 of, settings = cases[name]
                 begin = time.monotonic()
                 counts[name], _ = run(of, asked[:rows], args, temperature=0.0, **settings)
-                found[name].append((time.monotonic() - begin) / counts[name]["tokens"])
-        for name, times in found.items():
-            pairs = zip(times[1:], found["one token"][1:], strict=True)
+                seconds[name].append((time.monotonic() - begin) / counts[name]["tokens"])
+        for name, times in seconds.items():
+            pairs = zip(times[1:], seconds["one token"][1:], strict=True)
             ratio = np.median([a / b for a, b in pairs])
             print(f"| {rows} | {name} | {1e3 * np.median(times[1:]):.2f} "
                   f"| {counts[name]['per_step']} | {ratio:.3f} |", flush=True)  # fmt: skip

@@ -58,24 +58,24 @@ def prompts(model: dlm_jax.Model, texts: Sequence[str], count: int, seed: int) -
     asked = model.chat.ids([{"role": "user", "content": "?"}])
     mark = model.tokenizer.encode("?")[0]
     blank = asked[: list(asked).index(mark)]  # ends where a user's text begins
-    found: list[Any] = []
+    starts: list[Any] = []
     for _ in range(count):
         kind = rng.random()
         if kind < 0.2:
-            found.append((blank, True))
+            starts.append((blank, True))
         elif kind < 0.6:
             question = questions[int(rng.integers(len(questions)))]
-            found.append((model.chat.ids([{"role": "user", "content": question}]), False))
+            starts.append((model.chat.ids([{"role": "user", "content": question}]), False))
         elif kind < 0.8:
             opening = _OPENINGS[int(rng.integers(len(_OPENINGS)))]
             topic = _TOPICS[int(rng.integers(len(_TOPICS)))]
-            found.append((model.tokenizer.encode(opening.format(topic)), False))
+            starts.append((model.tokenizer.encode(opening.format(topic)), False))
         else:
             text = texts[int(rng.integers(len(texts)))]
             begin = rng.integers(max(1, len(text) - 400))
             ids = model.tokenizer.encode(text[begin : begin + 400])
-            found.append((ids[: rng.integers(8, 48)], False))
-    return found
+            starts.append((ids[: rng.integers(8, 48)], False))
+    return starts
 
 
 @functools.partial(jax.jit, static_argnames=("network", "eos_id", "turns"))
