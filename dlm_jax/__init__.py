@@ -121,6 +121,9 @@ def _advice(name: str) -> str:
     """Where a name is that this package does not have."""
     if name.startswith("_"):
         return ""
+    moved = importlib.import_module("dlm_jax.moved")
+    if name in moved.NAMES:
+        return f"; {moved.NAMES[name]}"
     for kind in ("commit", "edits", "kv_cache", "noise", "propose", "remask", "transforms"):
         if hasattr(importlib.import_module(f"dlm_jax.sampling.{kind}"), name):
             return f"; it is in dlm_jax.sampling.{kind}"

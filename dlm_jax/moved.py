@@ -1,4 +1,4 @@
-"""Settings that left the core, for the error messages about them."""
+"""Settings and names that left the core, for the error messages about them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _CONTRIB = {
     "edits": "edit_scoring=lead",
     "speculative": "fill=speculative",
     "constrained_waves": "fill=constrained_waves",
+    "drafts": "order=drafted cache=drafts draft_by draft_confidence draft_length draft_verified",
 }
 """Names by module of `dlm_jax.contrib`."""
 _HOMES = {name: home for home, names in _CONTRIB.items() for name in names.split()}
@@ -32,7 +33,23 @@ _ADVICE = {
         sdtt_share sdtt_steps sdtt_teacher_steps teacher
     """,
     "pass **model.presets[NAME] in Python, or --preset NAME": "preset",
+    "it was removed": "calibration prefix_mib report_every report_json",
+    "it was removed; a text has the same distribution without it": "draw",
+    "it was removed; bfloat16 is faster": "quantize",
+    "it was removed; DRY searches the whole run, and dry_multiplier=0 disables it": "dry_last_n",
+    "it was removed; each new character is refused": "new_characters",
+    "it was removed; pass an objective in Python (docs/training.md)": "process_settings",
+    "it was removed; the loss of the sampler head is that of the data": "sampler_trunk_share",
+    "it was removed; the network's probability of a token decides": "renew_by",
+    "it was removed; the schedule is cosine": "renoise_schedule",
+    "it was removed; use cache=dual": "cache=prefix",
     "it was removed; use cache_refresh": "cache_margin",
+    "it was removed; use length_target_mode=to_max_new": "length_target_mode=exact",
+    "it was removed; use order=threshold": "factor order=factor",
+    "it was removed; use top_p": "sampler_top_p",
+    "it was removed; use train.checkpoint_dir": "local_checkpoint_dir",
+    "it was removed; use train.checkpoint_every": "local_checkpoint_every",
+    "it was removed; write an expression, or a schema as response_format": "grammar",
     "it was removed; ban the ids with logit_bias": "confidence_without",
     "it was removed; use more steps": "corrector_share corrector_steps",
     "it was removed; whole texts are compared": "edit_hidden",
@@ -42,15 +59,27 @@ _ADVICE = {
     "it was removed; use sampler_min_neighbors_ratio": "sampler_ratio_by_density",
     "it is named sample.sampler_min_neighbors_ratio here": "sampler_min_neighbors_ratio",
     "it was removed; use a loop of the shell": "sweep",
-    "it was removed; python -m benchmarks.generation measures steps": "time_steps",
+    "it was removed; python -m benchmarks generate measures steps": "time_steps",
 }
 """Other names, by what became of them."""
 _OTHERS = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
+
+NAMES = {
+    "decide": "it is in dlm_jax.contrib.decide",
+    "Decision": "it is in dlm_jax.contrib.decide",
+    "Generation": "it is Texts",
+    "inside": "it is model.network.inside",
+    "SampleConfig": "it is SamplingParams",
+    "Ticket": "it is the number that Engine.submit returns",
+}
+"""Names that `dlm_jax` had, by what they are now."""
 
 
 def moved(name: str) -> str:
     """Advice for a setting, flag or ``setting=value`` that left the core; empty for others."""
     name = name.lstrip("-").replace("-", "_")
+    if name.startswith("rl."):
+        name = "rl"
     if name in _OTHERS:
         return _OTHERS[name]
     home = _HOMES.get(name)

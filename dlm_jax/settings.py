@@ -388,9 +388,9 @@ def renamed(name: str, settings: Mapping[str, Setting], known: Collection[str] =
     def plain(name: str) -> str:
         return re.split(r"\.|--", name)[-1].replace("-", "_")
 
-    name = plain(name)
-    if advice := moved(name):
+    if advice := moved(name) or moved(plain(name)):
         return advice
+    name = plain(name)
     for setting in settings.values():
         if name == setting.name and setting.is_preset:
             return "a preset sets it: --preset, or a keyword in Python, or [sample] of a config"

@@ -80,6 +80,9 @@ def test_a_name_that_left_the_package_says_where_it_is():
     places = {
         "RandomFilled": "dlm_jax.sampling.commit",
         "Exact": "dlm_jax.sampling.kv_cache",
+        "Decision": "dlm_jax.contrib.decide",
+        "SampleConfig": "SamplingParams",
+        "Generation": "Texts",
     }
     for name, place in places.items():
         with pytest.raises(AttributeError, match=f"{name}'; it is (in )?{place}"):

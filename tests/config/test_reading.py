@@ -194,6 +194,12 @@ def test_every_number_of_a_run_is_bounded_before_anything_is_made_of_it(key, kin
         ('[model]\nmode = "sequence_scorer"', "every model is a language model"),
         ("[objective]\nsdtt_share = 0.5", "python -m dlm_jax.contrib.distillation"),
         ('[objective]\nteacher = "x"', "python -m dlm_jax.contrib.distillation"),
+        ('[train]\nlocal_checkpoint_dir = "x"', "use train.checkpoint_dir"),
+        ("[sample]\nsampler_top_p = 0.9", "use top_p"),
+        ('[sample]\nrenoise_schedule = "linear"', "the schedule is cosine"),
+        ('[sample]\ncache = "prefix"', "use cache=dual"),
+        ('[sample]\norder = "factor"', "use order=threshold"),
+        ('[sample]\nlength_target_mode = "exact"', "use length_target_mode=to_max_new"),
     ],
 )
 def test_a_key_that_left_the_config_says_what_replaces_it(tmp_path, toml, advice):
@@ -201,3 +207,16 @@ def test_a_key_that_left_the_config_says_what_replaces_it(tmp_path, toml, advice
     path.write_text(toml)
     with pytest.raises(ValueError, match=advice):
         configs.load(path)
+
+
+@pytest.mark.parametrize(
+    ("flag", "advice"),
+    [
+        ("rl.loss", "policy optimisation is in dlm_jax.contrib.rl"),
+        ("sample.draw", "it was removed"),
+        ("data.new_characters", "each new character is refused"),
+    ],
+)
+def test_a_flag_that_left_the_config_says_what_replaces_it(flag, advice):
+    with pytest.raises(ValueError, match=f"'{flag}'; .*{advice}"):
+        configs.load(None, {flag: "1"})

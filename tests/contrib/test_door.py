@@ -13,6 +13,7 @@ from dlm_jax.cli import sample
 from dlm_jax.contrib import decoders, edits
 from dlm_jax.sampling.rules import BUILT_IN, SLOTS, with_rules
 
+HOMES = ("decoders", "edits", "remdm", "speculative", "constrained_waves", "drafts")
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ASKED = {"gen_length": 8, "steps": 8, "seed": 3}
 
@@ -28,8 +29,7 @@ def _names(home):
 
 
 def test_each_name_of_a_module_is_known_to_the_errors():
-    homes = ("decoders", "edits", "remdm", "speculative", "constrained_waves")
-    assert {name: home for home in homes for name in _names(home)} == moved._HOMES
+    assert {name: home for home in HOMES for name in _names(home)} == moved._HOMES
 
 
 def test_a_name_that_is_not_loaded_says_what_to_load(capsys, monkeypatch):
@@ -73,7 +73,7 @@ def test_the_harness_loads_a_module_by_its_name():
     assert made._settings["rules"] is decoders
 
 
-@pytest.mark.parametrize("home", ["decoders", "edits", "remdm", "speculative", "constrained_waves"])
+@pytest.mark.parametrize("home", HOMES)
 def test_the_pages_name_every_rule_and_setting(home):
     pages = (DOCS / "contrib.md").read_text(encoding="utf-8")
     for name in _names(home):
