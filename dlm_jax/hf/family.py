@@ -162,7 +162,7 @@ def pieces_of(
     row_of: dict[tuple[str, int], int] = {}
     rows = []
     for path, leaf in named_leaves(abstract):
-        name = re.sub(r"^(dense|full)_blocks/", "blocks/", path)
+        name = path.removeprefix("dense_").removeprefix("full_")
         if name not in tensors:
             raise ValueError(
                 f"this family has no tensor for {path}; disable the feature that needs it"
@@ -170,7 +170,7 @@ def pieces_of(
         pieces[path] = []
         rows.append((order[name], path, leaf, tensors[name]))
     for _, path, leaf, name in sorted(rows, key=lambda row: row[0]):
-        is_of_experts = bool(re.search(r"/expert_\w+$", path))
+        is_of_experts = path.rpartition("/")[2].startswith("expert_")
         is_transposed = path.endswith("/kernel") or is_of_experts
         holds_all_experts = is_of_experts and "{e}" not in name
         depth = ("{i}" in name) + is_of_experts
