@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -122,6 +123,7 @@ class Plan:
 
     Attributes:
       num_parameters: number of parameters of the model.
+      sharding: numbers of parameters by the mesh axes that split them.
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
       flops: model FLOPs per device and step.
       counted_flops: FLOPs that the compiler counts in the program of a device. Each loop body
@@ -132,6 +134,7 @@ class Plan:
     config: Config
     mesh: Mesh
     num_parameters: int
+    sharding: Mapping[str, int]
     memory: dict[str, int]
     flops: float
     counted_flops: float
@@ -206,10 +209,16 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
     memory = cast(Any, compiled.memory_analysis())
     state_size = bytes_per_device(state)
     size = {"num_rows": train.batch_size, "num_positions": config.data.seq_len}
+    sharding: Counter[str] = Counter()
+    for leaf in jax.tree.leaves(state.params):
+        axes = jax.tree.leaves(tuple(leaf.sharding.spec))
+        split = " and ".join(axis for axis in axes if mesh.shape[axis] > 1)
+        sharding[f"over {split}" if split else "on every device"] += math.prod(leaf.shape)
     return Plan(
         config=config,
         mesh=mesh,
-        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)),
+        num_parameters=sharding.total(),
+        sharding=sharding,
         memory={
             "state": state_size,
             "batch": memory.argument_size_in_bytes - state_size,
@@ -223,9 +232,10 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
 
 
 def lines(plan: Plan) -> list[str]:
-    """The plan as lines: model, mesh, memory, FLOPs and compiler options."""
+    """The plan as lines: model, mesh, sharding, memory, FLOPs and compiler options."""
     mesh, chip, gib = plan.mesh, plan.chip, 2**30
     axes = " ".join(f"{axis}={length}" for axis, length in mesh.shape.items())
+    split = ", ".join(f"{count:,} {where}" for where, count in plan.sharding.items())
     uses = ", ".join(f"{name} {size / gib:.2f}" for name, size in plan.memory.items())
     total = f"{sum(plan.memory.values()) / gib:.2f}"
     total += f" of {chip.memory / gib:.2f}" if chip else ""
@@ -233,6 +243,7 @@ def lines(plan: Plan) -> list[str]:
     return [
         f"model        {plan.num_parameters:,} parameters",
         f"mesh         {axes} on {mesh.size} devices: {mesh.devices.flat[0].device_kind}",
+        f"sharding     {split}",
         f"memory       {total} GiB a device: {uses}",
         f"work         {plan.flops / 1e12:.4g} TFLOP per device and step; the compiler counts "
         f"{plan.counted_flops / 1e12:.4g}, each loop body once",
