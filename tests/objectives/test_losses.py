@@ -1,4 +1,6 @@
 import functools
+import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -79,3 +81,16 @@ def test_a_mask_in_the_text_that_is_not_asked_for_costs_nothing():
     drawn = _drawn(jnp.full((1, 4), toy.MASK), jnp.array([4]))
     drawn.noise["elbo"] = jnp.zeros((1, 4)), jnp.float32(4)
     assert float(_elbo(toy.params(), drawn)) == 0
+
+
+def test_a_batch_reaches_its_loss_in_four_frames(monkeypatch):
+    frames, package, logsumexp = [], str(Path(losses.__file__).parents[1]), jax.nn.logsumexp
+
+    def spied(*args, **kwargs):
+        frames.append([f.name for f in traceback.extract_stack() if f.filename.startswith(package)])
+        return logsumexp(*args, **kwargs)
+
+    monkeypatch.setattr(jax.nn, "logsumexp", spied)
+    drawn = _drawn(jnp.zeros((2, 8), jnp.int32), jnp.array([8, 8]))
+    jax.eval_shape(lambda: _elbo(toy.params(), drawn))
+    assert frames == [["losses", "cross_entropy", "at_positions", "nll"]]
