@@ -3,7 +3,8 @@
 Every field of the config is a flag (``--train.steps 100``). The files of a run are in
 ``train.out_dir``: checkpoints, the best model, ``config.toml`` and ``metrics.jsonl``. The same
 command resumes the run, and so does ``--resume runs/quickstart``. Samples are printed to standard
-output, and all other output to standard error. ``--plot RUN`` draws ``loss.png`` at any time.
+output, and all other output to standard error. ``loss.png`` is drawn at the end, and by
+``--plot RUN`` at any time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plot_help = f"draw {PICTURE} of the run in this directory, which may still train, and exit"
     add("--plot", metavar="RUN", help=plot_help)
     dry_help = (
-        "compile the training step and print its mesh, memory and FLOPs; nothing is run or written"
+        "compile the training step and print its mesh, sharding, memory and FLOPs; nothing is run "
+        "or written"
     )
     add("--dry-run", action="store_true", help=dry_help)
     place_help = "with --dry-run: TPU topology to compile for, such as v5e:4x4 or v5p:8x8x8"
@@ -169,6 +171,12 @@ def finish(outcome: Outcome) -> int:
     elsewhere = "" if str(place) == str(run.out_dir) else f", checkpoints in {place}"
     say(f"finished: the run is in {run.out_dir}{elsewhere}")
     say(f"sample more with: python sample.py --checkpoint {place}")
+    if jax.process_index() == 0:
+        try:
+            if records := read_records(run.out_dir / METRICS):
+                plot_losses(records, run.out_dir / PICTURE)
+        except (ValueError, OSError) as error:  # The run has ended well without its plot.
+            say(f"no {PICTURE}: {error}")
     if texts := _texts(run, outcome.state, num_samples=NUM_SAMPLES):
         emit("\n---\n".join(texts))
     return End.DONE
