@@ -152,9 +152,16 @@ def test_what_a_prompt_gives_counts_before_what_the_call_gives():
     assert chain == ("top_p",)
     assert sample({}, transforms=[]).chain == ()
     extended = sample({}, transforms=[..., doubled, TopP(0.5)])
-    assert extended.chain == (*SAMPLE.chain, "doubled") and extended.doubled
+    assert extended.chain == (*SAMPLE.chain, "function_doubled") and extended.function_doubled
     assert (extended.temperature, extended.top_k, extended.top_p) == (0.8, 3, 0.5)
     assert sample({}, transforms=[TopP(0.5, 2), TopK(5, 2)]).min_keep == 2
+    for name in ("temperature", "threshold", "seed"):  # any name will do
+
+        def named(logits_NV):
+            return logits_NV
+
+        named.__name__ = name
+        assert sample({}, transforms=[..., named]).chain == (*SAMPLE.chain, f"function_{name}")
 
 
 def doubled(logits_NV):

@@ -97,16 +97,16 @@ _NUMBERS = itertools.count(1)
 
 @functools.lru_cache(maxsize=64)
 def _function_class(function: Callable[..., Any]) -> type[LogitTransform]:
-    name = getattr(function, "__name__", "")
-    if not name.isidentifier():  # a lambda, or a functools.partial
-        name = f"function_{next(_NUMBERS)}"
+    own = getattr(function, "__name__", "")
+    # Not its own name, which may be that of a setting. A lambda and a functools.partial have none.
+    name = f"function_{own if own.isidentifier() else next(_NUMBERS)}"
 
     class Function(LogitTransform):
         is_on_B: Array = per_row(Setting(name, False, "a function of the logits"))
 
         def apply(self, state: Any, logits_NV: Array, at: At) -> Array:
             new_NV = returned(
-                function(logits_NV), name, "apply", "N, V", logits_NV.shape, jnp.float32
+                function(logits_NV), own or name, "apply", "N, V", logits_NV.shape, jnp.float32
             )
             is_changed_NV = self.is_on_B[at.row_N][:, None] & (logits_NV > -jnp.inf)
             return jnp.where(is_changed_NV, new_NV, logits_NV)
