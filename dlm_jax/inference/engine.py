@@ -649,11 +649,11 @@ class AsyncEngine:
                 # What was submitted before the event was set is seen by the next step, and an event
                 # that is set from here on ends the next wait.
                 self._work.clear()
-                if self._is_closing:
-                    return
-                rows = self.engine.step(self._steps_per_call)
-                if rows:
-                    loop.call_soon_threadsafe(self._deliver, rows)
+                for rows in self.engine.turns(num_steps=self._steps_per_call):
+                    if rows:
+                        loop.call_soon_threadsafe(self._deliver, rows)
+                    if self._is_closing:
+                        return
         except Exception as error:
             self._is_closing = True
             if not loop.is_closed():
