@@ -14,6 +14,7 @@ instead, and parameters, metrics and likelihoods of tiny runs.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -63,7 +64,8 @@ EQUAL: dict[str, Settings] = {
     "even and odd": {"sampler_spread_seeds": True, "sampler_even_odd": True},
     "one-sided": {"sampler_one_sided": True, "sampler_min_neighbors_ratio": 0.3},
     "critic": {"remask": "scheduled", "remask_by": "critic", "remask_start": 0.3},
-    **{rule: {"order": "ancestral", "fill": "parallel", "remask": rule}
+    **{rule: {"order": "ancestral_remdm", "fill": "parallel", "remask": rule,
+              "rules": "dlm_jax.contrib.remdm"}
        for rule in ("remdm_cap", "remdm_rescale", "remdm_conf")},
     "re-noise": _RANDOM | {"renoise": "random", "renoise_start": 0.3, "resample": True,
                            "schedule": "all"},
@@ -75,7 +77,7 @@ EQUAL: dict[str, Settings] = {
     "guidance": _RANDOM | {"guidance": 1.0},
     "dual cache": _CONFIDENT | {"block_length": 8, "cache": "dual"},
 }  # fmt: skip
-"""Settings of the shipped model; each with a prompt and without."""
+"""Settings of the shipped model; each with a prompt and without. ``rules`` names a module."""
 RUNS: dict[str, Settings] = {
     "run with heads": HEADS | {"heads.start_sampler_iteration": 2, "heads.sampler_reveal": 0.5,
                                "heads.start_critic_iteration": 4, "train.accumulate": 2},
@@ -99,12 +101,14 @@ def child() -> None:
         try:
             model = models.setdefault(path, None) or dlm_jax.load(path)
             models[path] = model
+            if "rules" in settings:
+                settings["rules"] = importlib.import_module(settings["rules"])
             began = time.perf_counter()
             made = dlm_jax.generate(model, prompts, **settings)
             seconds = time.perf_counter() - began
             counts = zip(made.texts, made.status, made.steps, made.forwards, strict=True)
             rows: Any = [[text, *map(int, numbers)] for text, *numbers in counts]
-        except (TypeError, ValueError) as error:
+        except (ImportError, TypeError, ValueError) as error:
             seconds, rows = 0.0, f"{type(error).__name__}: {error}"
         print(json.dumps([seconds, rows]), flush=True)
 
@@ -195,14 +199,17 @@ def time_case(trees: tuple[Tree, Tree], name: str, rounds: int) -> tuple[float, 
 
 
 def compare_results(trees: tuple[Tree, Tree], only: str) -> int:
-    """Prints a line per case, with the first difference; returns the number of differences."""
+    """Prints a line per case, with the first difference; returns the number of cases that differ or
+    that both trees refuse.
+    """
     different = 0
 
     def show(name: str, before: Any, now: Any) -> None:
         nonlocal different
-        different += before != now
-        print(f"{'equal    ' if before == now else 'DIFFERENT'}  {name}", flush=True)
-        if before != now:
+        said = "DIFFERENT" if before != now else "REFUSED" if isinstance(now, str) else "equal"
+        different += said != "equal"
+        print(f"{said:9}  {name}", flush=True)
+        if said != "equal":
             pairs = zip(before, now, strict=False) if isinstance(now, list) else ()
             one = next((pair for pair in pairs if pair[0] != pair[1]), (before, now))
             print(f"    before {one[0]}\n    now    {one[1]}")
