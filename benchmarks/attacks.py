@@ -11,7 +11,6 @@ must equal those of an uninterrupted run. With ``--folder``, the files stay, and
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import io
@@ -33,6 +32,7 @@ import jax
 import numpy as np
 
 import dlm_jax.config as configs
+from benchmarks.report import Table, parser_of
 from dlm_jax import load
 from dlm_jax.cli import common, evaluation, sample, train
 from dlm_jax.data import load_corpus
@@ -409,15 +409,15 @@ ATTACKS: dict[str, tuple[Callable[[Path, int, random.Random], Found], int, int]]
 
 def main() -> int:
     """Exit code: 1 if anything got through."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("attacks", nargs="*", choices=[*ATTACKS, []], default=[])
     parser.add_argument("--count", type=int, help="flips per file, inputs or kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keeps the files here")
-    parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     through = 0
-    print("| attack | tried | let through |\n| --- | --- | --- |")
+    os.environ["XLA_FLAGS"] = QUICK  # before JAX starts
+    table = Table(args, "attack", "tried", "let through")
     for name in args.attacks or ATTACKS:
         attack, usual, quick = ATTACKS[name]
         count = args.count or (quick if args.quick else usual)
@@ -432,7 +432,7 @@ def main() -> int:
         for kind, reasons in tried.items():
             bad = list(filter(None, reasons))
             through += len(bad)
-            print(f"| {name}: {kind} | {len(reasons)} | {len(bad)} |", flush=True)
+            table.add(f"{name}: {kind}", len(reasons), len(bad))
             print(*(f"    {line}" for line in bad[:20]), sep="\n", end="", file=sys.stderr)
     return 1 if through else 0
 

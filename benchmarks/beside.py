@@ -237,12 +237,17 @@ def main() -> int:
     parser.add_argument("--equal", action="store_true", help="compare results, not times")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--json", type=Path, help="file to which the times are appended")
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child()
         return 0
+    # Imported here, because a child imports this file beside the package of its tree.
+    from benchmarks.report import Table, print_machine
+
+    os.environ["JAX_PLATFORMS"] = "cpu"
     flags = os.environ.get("XLA_FLAGS", "")
     if args.equal:
         flags += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -253,14 +258,14 @@ def main() -> int:
             places = (old, Path(folder) / "before"), (ROOT, Path(folder) / "now")
             trees = Tree(*places[0], flags), Tree(*places[1], flags)
             if args.equal:
+                print_machine()
                 return int(compare_results(trees, args.only) > 0)
-            print(f"| case | ms at {args.revision} | ms here | ratio |\n| --- | --- | --- | --- |")
+            table = Table(args, "case", f"ms at {args.revision}", "ms here", "ratio")
             for name in (*TIMED, *TRAINED, START):
                 if args.only in name:
                     rounds = 1 if args.quick else args.rounds
                     before, now, ratio = time_case(trees, name, rounds)
-                    print(f"| {name} | {before * 1e3:.1f} | {now * 1e3:.1f} | {ratio:.3f} |",
-                          flush=True)  # fmt: skip
+                    table.add(name, before * 1e3, now * 1e3, f"{ratio:.3f}")
             for tree in trees:
                 tree.close()
         finally:

@@ -38,13 +38,19 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def print_machine() -> dict[str, Any]:
+    """Prints the machine and the versions as a line, and returns them."""
+    found = machine()
+    print("machine: " + ", ".join(f"{k} {v}" for k, v in found.items()) + "\n", flush=True)
+    return found
+
+
 class Table:
     """Prints a Markdown table row by row, and writes the rows to the file of ``--json``."""
 
     def __init__(self, args: argparse.Namespace, *header: str):
         self._header, self._file = header, getattr(args, "json", None)
-        self._machine = machine()
-        print("machine: " + ", ".join(f"{k} {v}" for k, v in self._machine.items()) + "\n")
+        self._machine = print_machine()
         print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}", flush=True)
 
     def add(self, *cells: Any) -> None:

@@ -18,5 +18,6 @@ def test_nothing_gets_past_the_programs(attack):
         cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert done.stdout.startswith("machine: ")
+    rows = [line.split(" | ") for line in done.stdout.splitlines()[4:]]
     assert rows and all(int(row[1]) > 0 for row in rows), done.stdout
