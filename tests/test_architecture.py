@@ -1,4 +1,4 @@
-"""The layout of docs/design.md: imports point one way, functions are short."""
+"""The layout of docs/design.md: imports point one way, and few names are public."""
 
 import ast
 import graphlib
