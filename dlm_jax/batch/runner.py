@@ -182,7 +182,7 @@ def accept_lines(
             if (stops or stop_ids) and TextReader(model, request).is_infill:
                 raise ValueError("stop has no effect on an infill; remove it")
             replace(request, seed=request.seed + line.num_samples - 1)  # checks the last seed
-            yield Accepted(line, request, "", stops, stop_ids)
+            yield Accepted(line, request, stops=stops, stop_ids=stop_ids)
         except ValueError as error:
             where, said = f"line {line.number}", " ".join(str(error).split())
             yield Accepted(line, error=said if where in said else f"{where}: {said}")

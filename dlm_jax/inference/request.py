@@ -322,8 +322,13 @@ class Request:
     @property
     def static(self) -> Static:
         sample, table = self.sample, self.sample.table
-        is_guided = sample.guidance > 0
-        return Static(table, table.static(sample), is_guided, self.needs_host, self.trace)
+        return Static(
+            table=table,
+            rules=table.static(sample),
+            is_guided=sample.guidance > 0,
+            needs_host=self.needs_host,
+            is_traced=self.trace,
+        )
 
     def is_open(self, mask_id: int) -> np.ndarray:
         """True at the holes and at the tokens of a draft."""

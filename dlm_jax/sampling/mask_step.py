@@ -135,7 +135,15 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
     )
     counters = counters.plus(Counters(filled=jnp.sum(is_open_BL, axis=1), **filled.counts))
     state = state._replace(cache=cache, counters=state.counters.plus(counters))
-    return state, StepProposal(is_open_BL, is_read_BL, commit, context, output, filled)
+    proposed = StepProposal(
+        is_open_BL=is_open_BL,
+        is_read_BL=is_read_BL,
+        commit=commit,
+        context=context,
+        output=output,
+        filled=filled,
+    )
+    return state, proposed
 
 
 def commit_step(
@@ -144,7 +152,8 @@ def commit_step(
     """The state after the step, and the committed positions before edits."""
     rules, rule = state.rules, state.rules.commit
     assert isinstance(rule, CommitRule), "a noise rule has its own step"
-    is_open_BL, is_read_BL, context, _, _, filled = proposed
+    is_open_BL, is_read_BL = proposed.is_open_BL, proposed.is_read_BL
+    context, filled = proposed.commit, proposed.filled
     proposal, is_finite_B, before = filled.proposal, filled.is_finite_B, filled.rule_state
     shape, is_mask_BL = is_open_BL.shape, state.canvas.tokens_BL == program.mask_id
     is_stepping_B, is_last_B = state.is_stepping_B, state.block.is_last_step_B

@@ -391,14 +391,14 @@ _NOT_SETTINGS = """
 """Names that requests, `SamplingParams` or ``sample.py`` already use."""
 
 BUILT_IN = RuleTable(
-    TRANSFORMS,
-    {**COMMIT_RULES, **NOISE_RULES},
-    FILL_RULES,
-    REMASK_RULES,
-    EDIT_RULES,
-    KV_CACHES,
-    {Renoise.name: Renoise},
-    {Structure.name: Structure},
+    transforms=TRANSFORMS,
+    commit={**COMMIT_RULES, **NOISE_RULES},
+    fill=FILL_RULES,
+    remask=REMASK_RULES,
+    edit=EDIT_RULES,
+    cache=KV_CACHES,
+    renoise={Renoise.name: Renoise},
+    structure={Structure.name: Structure},
 )
 """The rules that this package provides."""
 

@@ -339,9 +339,9 @@ class Structures:
         if len(next_CS) > MOST_CLASSES:
             raise ValueError("it distinguishes too many tokens; use a shorter expression")
         return Automaton(
-            pattern,
-            class_of_E.reshape(-1)[effect_of_V.reshape(-1)[:-1]].astype(np.int16),
-            np.ascontiguousarray(next_CS.T.astype(np.int16)),
-            is_final_S[is_reached_S],
-            int(number_S[letters.start]),
+            pattern=pattern,
+            class_of_V=class_of_E.reshape(-1)[effect_of_V.reshape(-1)[:-1]].astype(np.int16),
+            next_SC=np.ascontiguousarray(next_CS.T.astype(np.int16)),
+            is_final_S=is_final_S[is_reached_S],
+            start=int(number_S[letters.start]),
         )

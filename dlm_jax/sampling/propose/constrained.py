@@ -250,7 +250,14 @@ class Constrained(FillRule):
         stands_BLK = jnp.where(stands_BLK, 0.0, -jnp.inf)
         label_BLK = jnp.where(is_open_BL[:, :, None], label_BLK, stands_BLK)
         takes_best_BL = ~is_open_BL | is_greedy_B1
-        return Places(is_open_BL, is_text_BL, is_wild_BL, takes_best_BL, class_BL, label_BLK)
+        return Places(
+            is_open_BL=is_open_BL,
+            is_text_BL=is_text_BL,
+            is_wild_BL=is_wild_BL,
+            takes_best_BL=takes_best_BL,
+            class_BL=class_BL,
+            label_BLK=label_BLK,
+        )
 
     def _messages(self, places: Places) -> jax.Array:
         """Log-weight of the paths from each state after each position to the end, ``[L, B, S]``, up
