@@ -1,6 +1,7 @@
 """Draws one token id per position: an exact sample from the float32 softmax, or the argmax.
 
-The token at a position depends only on its own key and logits.
+The token at a position depends only on its own key and logits. Programs that take the argmax of
+logits with Gumbel noise draw from the same distribution.
 """
 
 from __future__ import annotations
