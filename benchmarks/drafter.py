@@ -93,21 +93,20 @@ def blocks(
     }
 
 
-def embedded(table: dict[str, Any], ids: jax.Array) -> jax.Array:
+def embed_ids(table: dict[str, Any], ids: jax.Array) -> jax.Array:
     """Embeddings, zeros for -1."""
     return table["embedding"][jnp.maximum(ids, 0)] * (ids >= 0)[..., None]
 
 
-def start_of_maps(
+def fit_maps(
     shape: drafter.DraftShape, params: Any, table: dict[str, Any], batches: Iterable[Any]
 ) -> Any:
-    """The parameters with the linear maps of least squares, of the rank of the model's width."""
+    """The parameters with linear maps by least squares, of the rank of the model's width."""
     scale_D = np.asarray(params["trunk"]["scale"], np.float64)
 
     @jax.jit
     def moments(batch: Any) -> tuple[jax.Array, jax.Array]:
-        context_NCD = drafter.norm(batch["context"].astype(jnp.float32), 1.0)
-        pair_NCE = jnp.concatenate([context_NCD, embedded(table, batch["ids"])], axis=2)
+        pair_NCE = drafter.pairs(batch["context"], embed_ids(table, batch["ids"]))
         x_NF = jnp.pad(drafter.near(shape, pair_NCE), ((0, 0), (0, 1)), constant_values=1.0)
         y_NP = batch["target"].astype(jnp.float32) / params["trunk"]["scale"][None, None]
         return x_NF.T @ x_NF / len(x_NF), x_NF.T @ y_NP.reshape(len(x_NF), -1) / len(x_NF)
@@ -151,9 +150,8 @@ def losses(
         accepted_K = jax.lax.stop_gradient(accepted_P).reshape(num, size).mean(0)
         return jnp.sum(cost_P * weight_P) / jnp.sum(weight_P), accepted_K
 
-    context_NCD = batch["context"].astype(jnp.float32)
-    vector_NCD = embedded(table, batch["ids"])
-    hidden_NKD = drafter.hidden(shape, params["trunk"], context_NCD, vector_NCD)
+    vector_NCD = embed_ids(table, batch["ids"])
+    hidden_NKD = drafter.hidden(shape, params["trunk"], batch["context"], vector_NCD)
     if stage == "trunk":
         results = {"parallel": compare(hidden_NKD.reshape(num * size, -1))}
     else:
@@ -235,7 +233,7 @@ def train(args: argparse.Namespace) -> None:
         blocks(tokens[held:], hidden[held:], shape, 16 * args.batch_size,
                np.random.default_rng((2, n))) for n in range(args.starts)
     )  # fmt: skip
-    params = start_of_maps(shape, params, table, starts)
+    params = fit_maps(shape, params, table, starts)
     for number, stage in enumerate(STAGES):
         params = train_stage(
             args, stage, shape, params, table, batch_of, held_out, seed=args.seed + number

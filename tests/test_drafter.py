@@ -85,6 +85,22 @@ def test_the_drafter_of_the_repository_saves_passes_of_its_model_and_changes_no_
     assert drafted.steps.sum() < 0.8 * plain.steps.sum()
 
 
+def test_the_maps_that_training_starts_from_predict_what_is_linear():
+    rng, width = np.random.default_rng(0), 8
+    shape = drafters.DraftShape(**SHAPE | {"near": 1})
+    table = {"embedding": drafter.jnp.asarray(rng.standard_normal((9, width)), "float32")}
+    context = rng.standard_normal((512, 2, width)).astype(np.float32)
+    ids = rng.integers(-1, 9, (512, 2))
+    unit = context[:, -1] / np.sqrt(np.mean(context[:, -1] ** 2, axis=-1, keepdims=True))
+    target = np.einsum("nd,dke->nke", unit, rng.standard_normal((width, 3, width))) + 0.5
+    params = drafters.init(drafter.jax.random.key(0), shape, width, scale_D=2.0)
+    batch = {"context": context, "ids": ids, "target": target}
+    params = drafter.fit_maps(shape, params, table, [batch, batch])
+    vectors = drafter.embed_ids(table, ids)
+    found = drafters.hidden(shape, params["trunk"], context, vectors)
+    np.testing.assert_allclose(found, target, atol=0.03)
+
+
 def test_hidden_neighbours_are_zeros():
     """Those to the right of a block that is drafted from the left, and those outside of it."""
     shape = drafters.DraftShape(**SHAPE | {"neighbors": 2})

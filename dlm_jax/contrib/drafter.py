@@ -114,8 +114,7 @@ def hidden(
       vector_NCD: embeddings of these tokens, scaled as all embeddings that are read; zeros where
         there is none.
     """
-    context_NCD = context_NCD.astype(jnp.float32)  # the squares of bfloat16 vectors lose digits
-    pair_NCE = jnp.concatenate([norm(context_NCD, 1.0), vector_NCD], axis=2)
+    pair_NCE = pairs(context_NCD, vector_NCD)
     near_ND = near(shape, pair_NCE) @ params["near"]
     x_NKD = jnp.einsum("nd,dke->nke", near_ND, params["far"]) + params["start"][None]
     pair_NCE = pair_NCE + params["place"][None]
@@ -130,6 +129,12 @@ def hidden(
         y_NKI = jax.nn.silu(y_NKD @ layer["gate"]) * (y_NKD @ layer["up"])
         x_NKD = x_NKD + y_NKI @ layer["down"]
     return x_NKD * params["scale"][None, None]
+
+
+def pairs(context_NCD: jax.Array, vector_NCD: jax.Array) -> jax.Array:
+    """What a block reads ``[N, C, 2 D]``: the normalised hidden vectors beside the embeddings."""
+    context_NCD = context_NCD.astype(jnp.float32)  # the squares of bfloat16 vectors lose digits
+    return jnp.concatenate([norm(context_NCD, 1.0), vector_NCD], axis=2)
 
 
 def near(shape: DraftShape, pair_NCE: jax.Array) -> jax.Array:
