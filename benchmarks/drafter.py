@@ -37,6 +37,7 @@ import safetensors
 
 import dlm_jax
 from benchmarks import drafter_files, drafter_prompts, real_model_files
+from benchmarks.report import Table, print_machine
 from dlm_jax.cli.common import start_jax
 from dlm_jax.contrib import drafter, drafts
 from dlm_jax.inference.scoring import score_rows
@@ -216,17 +217,9 @@ def train(args: argparse.Namespace) -> None:
     table = {"embedding": vectors, "rows": drafter.head_rows(model, jnp.asarray(ids))}
     scale = np.sqrt(np.mean(hidden[: held * 4].astype(np.float32) ** 2, axis=(0, 1)))
     params = drafter.init(jax.random.key(args.seed), shape, hidden.shape[2], scale)
-    print(
-        json.dumps(
-            {
-                "tokens": tokens.size,
-                "ids": len(ids),
-                "covered": round(covered, 4),
-                "parameters": sum(x.size for x in jax.tree.leaves(params)),
-            }
-        ),
-        flush=True,
-    )
+    size = sum(x.size for x in jax.tree.leaves(params))
+    told = {"tokens": tokens.size, "ids": len(ids), "covered": covered, "parameters": size}
+    print(json.dumps(told), flush=True)
     held_out = blocks(tokens[:held], hidden[:held], shape, 2048, np.random.default_rng(1))
     batch_of = functools.partial(blocks, tokens[held:], hidden[held:], shape, args.batch_size)
     starts = (
@@ -460,8 +453,7 @@ def measure_speed(args: argparse.Namespace) -> None:
         for length in args.lengths:
             settings = {"order": "drafted", "cache": "drafts", "draft_by": way}
             cases[f"{way}, {length}"] = model, {**settings, "draft_length": length}
-    print("| rows | drafts | ms per token | tokens per verification | ratio |")
-    print("| --- | --- | --- | --- | --- |")
+    table = Table(args, "rows", "drafts", "ms per token", "tokens per verification", "ratio")
     for rows in (1, args.rows):
         asked = some[:1] if rows == 1 else some * -(-rows // len(some))
         args.rows, seconds = rows, {name: [] for name in cases}
@@ -475,8 +467,7 @@ def measure_speed(args: argparse.Namespace) -> None:
         for name, times in seconds.items():
             pairs = zip(times[1:], seconds["one token"][1:], strict=True)
             ratio = np.median([a / b for a, b in pairs])
-            print(f"| {rows} | {name} | {1e3 * np.median(times[1:]):.2f} "
-                  f"| {counts[name]['per_step']} | {ratio:.3f} |", flush=True)  # fmt: skip
+            table.add(rows, name, 1e3 * np.median(times[1:]), counts[name]["per_step"], ratio)
 
 
 def same(one: dlm_jax.Texts, other: dlm_jax.Texts) -> dict[str, Any]:
@@ -537,6 +528,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command."""
     args = parse(argv)
     start_jax()
+    print_machine()
     commands = {"text": write_text, "train": train, "evaluate": evaluate, "judge": judge,
                 "speed": measure_speed}  # fmt: skip
     commands[args.command](args)

@@ -159,7 +159,7 @@ class Theirs:
 
 
 VOCAB, GIVEN, BLOCK = 512, 256, 32
-KINDS: dict[str, dict[str, Any]] = {
+ATTENTION: dict[str, dict[str, Any]] = {
     "bidirectional": {},
     "block_causal": {"attention_type": "block_causal", "block_length": BLOCK},
     "causal": {"attention_type": "causal", "start_id": VOCAB - 4},
@@ -180,7 +180,7 @@ def make_model(kind: str, max_length: int) -> Any:
     from dlm_jax.model.transformer import build
 
     network = build(ModelConfig(
-        depth=6, width=256, heads=4, vocab_size=VOCAB, activation="gelu", **KINDS[kind]
+        depth=6, width=256, heads=4, vocab_size=VOCAB, activation="gelu", **ATTENTION[kind]
     ))  # fmt: skip
     return Model(
         network, random_params(network),

@@ -2,7 +2,7 @@
 
     python -m benchmarks parity [--model DIR] [--quick | --full] [--only PART ...]
 
-Five parts are about a causal model:
+The model is causal. The parts:
 
 - ``ids``: greedy tokens of prompts and chats, in batches of 1 and 8 rows. Each difference is shown
   with transformers' two logits at that position; within `TIE` of each other, they are a tie.
@@ -14,8 +14,7 @@ Five parts are about a causal model:
 
 Their figures are written to benchmarks/results/parity.json, which keeps those of other parts.
 ``--full`` compares 200 prompts, 200 texts and whole tasks; a rerun continues after the last
-finished batch, which parity_parts.jsonl lists until the end. The part ``diffusion_gemma`` compares
-loops with the same noise.
+finished batch, which parity_parts.jsonl lists until the end.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report import alternate, parser_of
+from benchmarks.report import Table, alternate, parser_of
 
 RESULTS = Path(__file__).parent / "results" / "parity.json"
 PARTS = RESULTS.with_name("parity_parts.jsonl")
@@ -361,37 +360,29 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default=MODEL, help="a directory or a Hub id")
     parser.add_argument("--full", action="store_true", help="200 prompts of five kinds")
-    parts = ("ids", "likelihoods", "tasks", "speed", "start", "diffusion_gemma")
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts[:5])
+    parts = ("ids", "likelihoods", "tasks", "speed", "start")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     args = parser.parse_args()
     if args.quick and args.full:
         parser.error("--quick and --full cannot be combined")
-    if "diffusion_gemma" in args.only:
-        from benchmarks import gemma_parity
-
-        gemma_parity.compare(args)
-    causal = [part for part in args.only if part != "diffusion_gemma"]
     kinds = ("plain", "chat", "unicode", "code", "long") if args.full else ("plain", "chat")
     counts: dict[str, int] = dict.fromkeys(kinds, 40 if args.full else 4 if args.quick else 20)
-    found: dict[str, Any] = measure_start(args.model) if "start" in causal else {}
-    if any(part != "start" for part in causal):
+    found: dict[str, Any] = measure_start(args.model) if "start" in args.only else {}
+    if any(part != "start" for part in args.only):
         both = Both(args.model)
         done = Parts(PARTS if args.full else None, str(args.model))
-        if "ids" in causal:
+        if "ids" in args.only:
             found |= measure_ids(both, counts, done)
-        if "likelihoods" in causal:
+        if "likelihoods" in args.only:
             found |= measure_likelihoods(both, 200 if args.full else 4 if args.quick else 20, done)
-        if "tasks" in causal:
+        if "tasks" in args.only:
             found |= measure_tasks(both, None if args.full else 4 if args.quick else 16, done)
-        if "speed" in causal:
+        if "speed" in args.only:
             found |= measure_speed(both, *((2, 48) if args.quick else (7, 64)))
-    if not found:
-        return
-    print("| figure | value | target |\n| --- | --- | --- |")
+    table = Table(args, "figure", "value", "target")
     for name, value in found.items():
         if name != "differences":
-            shown = f"{value:.3g}" if isinstance(value, float) else value
-            print(f"| {name} | {shown} | {TARGETS.get(name, '')} |")
+            table.add(name, value, TARGETS.get(name, ""))
     for one in found.get("differences", ()):
         print(json.dumps(one, ensure_ascii=False))
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}

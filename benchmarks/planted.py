@@ -1,7 +1,7 @@
 """Plants one fault at a time in a copy of the package, and records which tests see it.
 
     python -m benchmarks planted --check | --unchanged | --table
-    python -m benchmarks planted [--area draws] [--only NAME] [--slow]
+    python -m benchmarks planted [--area draws] [--only NAME] [--slow] [--quick]
 
 `benchmarks/planted_faults.toml` gives each fault as two texts of one file, before and after, and
 the tests of each area that must see its faults. The default tests of the area run with a limit of
@@ -35,6 +35,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 from typing import Any, NamedTuple
+
+from benchmarks.report import print_machine
 
 ROOT = Path(__file__).parent.parent
 FAULTS = Path(__file__).parent / "planted_faults.toml"
@@ -230,6 +232,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--quick", action="store_true", help="run the first fault of each area")
     parser.add_argument("--area", action="append", help="run the faults of this area only")
     parser.add_argument("--only", action="append", metavar="NAME", help="run this fault only")
     parser.add_argument("--slow", action="store_true", help="also run the slow tests")
@@ -250,6 +253,9 @@ def main() -> int:
         return bool(lines)
     os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{tempfile.gettempdir()}/planted_jax_cache")
+    print_machine()
+    if args.quick:
+        faults = list({fault.area: fault for fault in reversed(faults)}.values())
     records = {} if args.again else read_records()
     due = [
         fault for fault in faults
@@ -282,6 +288,7 @@ def main() -> int:
 
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(run, areas if args.unchanged else due))
+    print(table(faults))
     return bool(failed)
 
 

@@ -39,7 +39,7 @@ from flax import traverse_util
 import dlm_jax
 import dlm_jax.config as configs
 from benchmarks import real_model_files as files
-from benchmarks.report import seconds_of
+from benchmarks.report import Table, print_machine, seconds_of
 from dlm_jax.cli.common import start_jax
 from dlm_jax.config import MeshConfig
 from dlm_jax.data import load_corpus, validation_windows
@@ -249,6 +249,7 @@ def train(args: argparse.Namespace) -> None:
     root, results = args.root, args.results or args.root / "results"
     join(args)
     start_jax()
+    print_machine()
     device = jax.devices()[0]
     peaks = {
         "device": device.device_kind, "measured": measured_peak(),
@@ -379,6 +380,7 @@ def generations(model: dlm_jax.Model, args: argparse.Namespace) -> list[dict[str
         for one in asked
     ]  # fmt: skip
     fills = ["parallel", *(["wavefront"] if "sampler" in model.heads else [])]
+    table = Table(args, "fill", "threshold", "tokens", "forwards", "per token", "seconds")
     found = []
     for fill in fills:
         for threshold in args.thresholds:
@@ -389,16 +391,17 @@ def generations(model: dlm_jax.Model, args: argparse.Namespace) -> list[dict[str
             }  # fmt: skip
             begin = time.monotonic()
             out = dlm_jax.generate(model, prompts, **settings)
+            seconds = round(time.monotonic() - begin, 2)
             given = [len(one["tokens"]) for one in prompts]
             tokens = int(np.sum(out.lengths - np.array(given)))
             forwards = int(np.sum(out.forwards))
             found.append({
                 "fill": fill, "threshold": threshold, "tokens": tokens, "forwards": forwards,
                 "forwards_per_token": forwards / max(tokens, 1),
-                "seconds": round(time.monotonic() - begin, 2),
+                "seconds": seconds,
                 "answers": dict(zip(asked, files.answers(model, prompts, out), strict=True)),
             })  # fmt: skip
-            print(json.dumps(found[-1]), flush=True)
+            table.add(fill, threshold, tokens, forwards, forwards / max(tokens, 1), seconds)
     return found
 
 

@@ -1,6 +1,6 @@
 """Sizes of the package, and the stays of a request and of a config on their ways through it.
 
-    python -m benchmarks structure [REVISION ...] [--walks]
+    python -m benchmarks structure [REVISION ...] [--walks] [--quick]
 
 Prints one column per revision and one for the working tree. With ``--walks``, a request is followed
 from `generate` to its row of arrays, a row through one step, and a config through a dry run: a stay
@@ -10,7 +10,6 @@ a module that had it before.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import subprocess
@@ -21,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from benchmarks.report import Table, parser_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "dlm_jax"
@@ -60,14 +61,18 @@ def figures(root: Path) -> dict[str, Any]:
     }
     for name in PROTOCOLS:
         if name in classes:
-            found[f"members of {name}"] = len(_members(classes[name]))
+            found[f"members of {name}"] = len(members(name, classes))
     return found
 
 
-def _members(protocol: ast.ClassDef) -> set[str]:
-    """Public methods and fields that a class declares."""
-    names = set()
-    for node in protocol.body:
+def members(name: str, classes: dict[str, ast.ClassDef]) -> set[str]:
+    """Public methods and fields of a protocol, with those of its bases; `Rule` is not counted."""
+    if name not in classes or name == "Rule":
+        return set()
+    names: set[str] = set()
+    for base in classes[name].bases:
+        names |= members(ast.unparse(base).split("[")[0], classes)
+    for node in classes[name].body:
         if isinstance(node, ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -83,7 +88,8 @@ def doors() -> dict[str, Any]:
 
     return {
         "public names": len(dlm_jax.__all__),
-        "settings of a request": len(BUILT_IN.settings),
+        "settings of requests": len(BUILT_IN.request_settings),
+        "settings of presets alone": len(BUILT_IN.settings) - len(BUILT_IN.request_settings),
         "settings of a run": len(SETTINGS),
     }
 
@@ -144,7 +150,7 @@ def walks() -> dict[str, list[str]]:
 
 def main() -> None:
     """Prints the table, and the walks."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("revisions", nargs="*", metavar="REVISION")
     parser.add_argument("--walks", action="store_true")
     args = parser.parse_args()
@@ -158,11 +164,10 @@ def main() -> None:
                 packed.extractall(folder, filter="data")
             columns[revision] = figures(Path(folder))
     columns["here"] = figures(ROOT) | doors()
-    print(f"| | {' | '.join(columns)} |\n|{' --- |' * (1 + len(columns))}")
+    table = Table(args, "figure", *columns)
     for row in columns["here"]:
-        cells = (str(column.get(row, "-")) for column in columns.values())
-        print(f"| {row} | {' | '.join(cells)} |")
-    for name, stays in (walks() if args.walks else {}).items():
+        table.add(row, *(column.get(row, "-") for column in columns.values()))
+    for name, stays in (walks() if args.walks and not args.quick else {}).items():
         modules = len(set(stays))
         print(f"\n{name}: {len(stays)} stays, {len(stays) - modules} returns: {' > '.join(stays)}")
 

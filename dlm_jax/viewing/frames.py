@@ -5,7 +5,8 @@ Shape legend: ``n`` is the number of live positions of the row; frames exclude P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -13,89 +14,34 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlm_jax import Row
-from dlm_jax.data import Tokenizer
-
-_BROKEN = "\ufffd"
-# A character has at most four bytes, and therefore at most four tokens.
-_MOST_TOKENS = 4
 
 
-class Span(NamedTuple):
-    """The text at the adjacent positions ``start`` to ``stop - 1``."""
+def piece_reader(
+    decode: Callable[[Any], str], names: Mapping[int, str] | None = None
+) -> Callable[[int], str]:
+    """A function that returns what stands for an id: its label in `names`, its text, or ``⟨id⟩``.
 
-    start: int
-    stop: int
-    text: str
-
-
-class Pieces:
-    """Decodes ids to texts and caches the results.
-
-    Args:
-      decode: maps a sequence of ids to text, with U+FFFD for incomplete characters.
-      names: labels for ids without text; ids without a label are shown as ``⟨id⟩``.
+    `decode` maps a sequence of ids to text. A token that is a part of a character is U+FFFD.
     """
+    names = names or {}
 
-    def __init__(self, decode: Callable[[Any], str], names: Mapping[int, str] | None = None):
-        self._decode = decode
-        self._names = dict(names or {})
-        self._known: dict[tuple[int, ...], str] = {}
+    @functools.cache
+    def piece(token: int) -> str:
+        return names.get(token) or decode(np.array([token], np.int32)) or f"⟨{token}⟩"
 
-    def __call__(self, ids: Sequence[int]) -> str:
-        """The text of adjacent `ids`; never empty."""
-        key = tuple(ids)
-        if key not in self._known:
-            text = self._decode(np.asarray(key, np.int32))
-            name = self._names.get(key[0]) if len(key) == 1 else None
-            self._known[key] = name or text or "".join(f"⟨{token}⟩" for token in key)
-        return self._known[key]
-
-    def is_part(self, token: int) -> bool:
-        """Returns whether `token` is incomplete, but can form a character with its neighbours."""
-        return _BROKEN in self((token,))
-
-    def joined(self, ids: Sequence[int]) -> tuple[int, ...] | None:
-        """The shortest prefix of `ids` that decodes to complete characters, or None.
-
-        The first id must be part of a character.
-        """
-        for size in range(2, min(_MOST_TOKENS, len(ids)) + 1):
-            if _BROKEN not in self(ids[:size]):
-                return tuple(ids[:size])
-        return None
-
-    def split(self, tokens: np.ndarray, is_hole: np.ndarray) -> Iterator[Span]:
-        """The pieces of a canvas from left to right; each hole is a piece without text."""
-        ids, start = tokens.tolist(), 0
-        hole_at = [*np.flatnonzero(is_hole).tolist(), len(ids)]
-        for stop in hole_at:
-            while start < stop:
-                near = ids[start : min(stop, start + _MOST_TOKENS)]
-                whole = (self.joined(near) if self.is_part(near[0]) else None) or near[:1]
-                yield Span(start, start + len(whole), self(whole))
-                start += len(whole)
-            if start < len(ids):
-                yield Span(start, start + 1, "")
-            start = stop + 1
+    return piece
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """The live canvas of one row after some steps, as host arrays.
+    """The live canvas of one row after `step` steps. Its arrays are those of `dlm_jax.Row`.
 
     Attributes:
       row: index of the row; identifies the frames that belong together.
-      step: number of steps taken so far.
-      tokens: int32 ``[n]``; ids at holes are ignored.
-      is_frozen: bool ``[n]``, True where the token was given.
-      is_hole: bool ``[n]``, True where a token is missing.
-      committed: int32 ``[n]``, the step that wrote each token; -1 at given tokens, drafts and
-        holes.
-      logprobs: float32 ``[n]``, log-probability in nats of each token when committed; 0 at given
-        tokens and holes.
+      is_hole: bool ``[n]``, True where a token is missing; its id is ignored.
       status: ``"running"``, ``"done"``, ...
       origin: int32 ``[n]``, the index of each position in the previous frame, ascending; -1 for an
-          inserted position. None if no position moved; the end may have been cut.
+        inserted position. None if no position moved; the end may have been cut.
       steps: the maximum number of steps, or None if unknown.
     """
 
@@ -189,8 +135,3 @@ def frame_of(number: int, row: Row, *, mask_id: int, steps: int | None = None) -
         steps=steps,
         origin=row.origin,
     )
-
-
-def special_names(tokenizer: Tokenizer) -> dict[int, str]:
-    found = {getattr(tokenizer, f"{name}_id"): name for name in ("mask", "pad", "bos", "eos")}
-    return {id_: f"⟨{name}⟩" for id_, name in found.items() if id_ is not None}

@@ -7,9 +7,9 @@ from typing import Any, TextIO
 
 from dlm_jax import Model, Row, Texts, stream
 from dlm_jax.inference.results import texts_of
-from dlm_jax.viewing.frames import Frame, frame_of, special_names
+from dlm_jax.viewing.frames import Frame, frame_of
 from dlm_jax.viewing.trace import write_trace
-from dlm_jax.viewing.watch import Watch, pace_of
+from dlm_jax.viewing.watch import Watch
 
 
 class View:
@@ -28,7 +28,9 @@ class View:
     def __init__(self, model: Model, terminal: TextIO, *, is_watched: bool, is_page: bool):
         self._model, self._terminal = model, terminal
         self._is_watched, self._is_page = is_watched, is_page
-        self._names = special_names(model.tokenizer)
+        tokenizer, names = model.tokenizer, ("mask", "pad", "bos", "eos")
+        ids = {getattr(tokenizer, f"{name}_id"): name for name in names}
+        self._names = {id_: f"⟨{name}⟩" for id_, name in ids.items() if id_ is not None}
         self._frames: dict[int, list[Frame]] = {}
         self.waited = 0.0
 
@@ -36,7 +38,7 @@ class View:
         """Samples the texts of a prompt, with the arguments of `dlm_jax.generate`."""
         model, rows = self._model, dict[int, Row]()
         steps = settings.get("steps", model.sample.steps)
-        pace = pace_of(steps)
+        pace = min(0.15, 12.0 / max(steps, 1))  # slow enough to follow, at most 12 s in total
         watch = Watch(model.tokenizer.decode, self._terminal, names=self._names, pace=pace)
         for canvases in stream(model, [prompt], **settings):
             rows |= canvases

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
+from dlm_jax.viewing.frames import Frame, Kind, changes, piece_reader
 
 # Probabilities below exp(-20), -inf and NaN are shown as 0.
 _LEAST_LOGPROB = -20.0
@@ -41,7 +41,7 @@ def write_trace(
       names: labels for ids without text, such as ``{eos_id: "⟨eos⟩"}``.
     """
     # The JSON is ASCII, without characters that could end the script element or start markup.
-    data = json.dumps(trace_data(rows, Pieces(decode, names)), separators=(",", ":"))
+    data = json.dumps(trace_data(rows, piece_reader(decode, names)), separators=(",", ":"))
     for sign in "<>&":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
     parts = {"title": html.escape(title), "data": data}
@@ -55,44 +55,19 @@ def write_trace(
     return len(content)
 
 
-def trace_data(rows: Iterable[Sequence[Frame]], pieces: Pieces) -> dict[str, Any]:
+def trace_data(rows: Iterable[Sequence[Frame]], piece: Callable[[int], str]) -> dict[str, Any]:
     """The data for the page's script, as a JSON dict.
 
-    ``pieces`` maps ids to texts. ``joined`` maps adjacent ids (separated by spaces) that form
-    complete characters only together. Each row has ``row`` and ``frames``; see `_frame_data`.
+    ``pieces`` maps ids to texts. Each row has ``row`` and ``frames``; see `_frame_data`.
     """
     ids: set[int] = set()
-    parts: set[int] = set()
-    neighbours: set[tuple[int, ...]] = set()
     out = []
     for frames in rows:
         befores = [None, *frames[:-1]]
         data = [_frame_data(*pair) for pair in zip(befores, frames, strict=True)]
         out.append({"row": frames[0].row, "frames": data})
-        for frame in frames:
-            new = set(frame.tokens[~frame.is_hole].tolist()) - ids
-            ids |= new
-            parts |= set(filter(pieces.is_part, new))
-            if parts:
-                neighbours |= _neighbours(frame, parts)
-    joined = {}
-    for near in sorted(neighbours):
-        near = near[: near.index(-1)] if -1 in near else near
-        if whole := pieces.joined(near):
-            joined[" ".join(map(str, whole))] = pieces(whole)
-    texts = {str(token): pieces((token,)) for token in sorted(ids)}
-    return {"pieces": texts, "joined": joined, "rows": out}
-
-
-def _neighbours(frame: Frame, parts: set[int]) -> set[tuple[int, ...]]:
-    """The id at each occurrence of `parts` in the frame, with the ids at the next three positions.
-
-    Holes and positions beyond the end are -1.
-    """
-    ids = np.where(frame.is_hole, -1, frame.tokens)
-    starts = np.flatnonzero(np.isin(ids, list(parts)))
-    padded = np.append(ids, [-1] * 3)
-    return set(map(tuple, padded[starts[:, None] + np.arange(4)].tolist()))
+        ids.update(*(frame.tokens[~frame.is_hole].tolist() for frame in frames))
+    return {"pieces": {str(token): piece(token) for token in sorted(ids)}, "rows": out}
 
 
 def _frame_data(before: Frame | None, after: Frame) -> dict[str, Any]:

@@ -9,8 +9,7 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from dlm_jax.settings import require
-from dlm_jax.viewing.frames import Changes, Frame, Kind, Pieces, changes
+from dlm_jax.viewing.frames import Changes, Frame, Kind, changes, piece_reader
 
 # Colours come from the terminal's palette, so that they follow the theme. New tokens are also
 # underlined, so that a new space is visible.
@@ -23,17 +22,11 @@ _STYLES = {
     Kind.REMASKED: "31",
     Kind.INSERTED: "1;4;32",
 }
-_MIN_WIDTH = 16
+_ROWS = 4
+"""Maximum number of rows to draw; the first rows of a call are drawn."""
 
 Cell = tuple[str, Kind]
 """A glyph and its kind."""
-
-
-def pace_of(steps: int) -> float:
-    """Seconds to show each step of a row with this many steps: slow enough to follow, at most 12 s
-    in total.
-    """
-    return min(0.15, 12.0 / max(steps, 1))
 
 
 class Watch:
@@ -44,8 +37,6 @@ class Watch:
       stream: stream to write to.
       width: number of columns; None means the current width of the terminal.
       height: maximum number of lines to draw in place; None means the height of the terminal.
-      use_colour: whether to use colour; None uses colour on a terminal unless NO_COLOR is set.
-      rows_shown: maximum number of rows to draw; the first rows of a call are drawn.
       names: labels for ids without text, such as ``{eos_id: "⟨eos⟩"}``.
       pace: minimum seconds between two drawings on a terminal; there is no wait on other streams.
 
@@ -60,20 +51,11 @@ class Watch:
         *,
         width: int | None = None,
         height: int | None = None,
-        use_colour: bool | None = None,
-        rows_shown: int = 4,
         names: Mapping[int, str] | None = None,
         pace: float = 0.0,
     ):
-        is_wide = width is None or width >= _MIN_WIDTH
-        require(is_wide, "width", width, "is too narrow to read", f"use at least {_MIN_WIDTH}")
-        require(rows_shown >= 1, "rows_shown", rows_shown, "shows nothing", "use at least 1")
-        self._pieces, self._stream = Pieces(decode, names), stream
-        self._is_terminal = stream.isatty()
-        if use_colour is None:
-            use_colour = self._is_terminal and not os.environ.get("NO_COLOR")
-        self._use_colour = use_colour
-        self._size, self._rows_shown = (width, height), rows_shown
+        self._piece, self._stream = piece_reader(decode, names), stream
+        self._is_terminal, self._size = stream.isatty(), (width, height)
         self._before: dict[int, Frame] = {}
         self._drawn = 0
         self._pace, self._next = (pace if self._is_terminal else 0.0), 0.0
@@ -93,7 +75,7 @@ class Watch:
         width, height = self._size[0] or size.columns, self._size[1] or size.lines or 24
         # More lines than the terminal has would leave fragments in the scroll-back. Three lines are
         # the cursor's, a blank one, and "and N more rows"; a row has at least four.
-        shown, room = min(len(frames), self._rows_shown), 1 << 30
+        shown, room = min(len(frames), _ROWS), 1 << 30
         if self._is_terminal:
             shown = max(1, min(shown, (height - 2) // 5))
             room = max((height - 2) // shown - 1, 2)
@@ -117,11 +99,8 @@ class Watch:
         self._before = {frame.row: frame for frame in frames}
 
     def _block(self, frame: Frame, width: int, room: int) -> list[str]:
-        before = self._before.get(frame.row)
-        if before is not None and before.step > frame.step:
-            before = None  # another row now has this number
-        seen = changes(before, frame)
-        lines = wrapped(frame, seen, self._pieces, width - 1)
+        seen = changes(self._before.get(frame.row), frame)
+        lines = wrapped(frame, seen, self._piece, width - 1)
         header = _header(frame, seen)
         if len(lines) > room - 1:
             is_new = [any(kind not in (Kind.GIVEN, Kind.KEPT) for _, kind in ln) for ln in lines]
@@ -129,21 +108,21 @@ class Watch:
             header += f"  lines {first + 1}-{first + room - 1} of {len(lines)}"
             lines = lines[first : first + room - 1]
         header = header[: width - 1]
-        if not self._use_colour:
+        if not self._is_terminal or os.environ.get("NO_COLOR"):
             return [header, *("".join(sign for sign, _ in line) for line in lines)]
         return [f"\x1b[1m{header}\x1b[0m", *map(_painted, lines)]
 
 
-def wrapped(frame: Frame, seen: Changes, pieces: Pieces, width: int) -> list[list[Cell]]:
-    """The lines of a canvas, of at most `width` columns: a cell per hole and per character.
-
-    A character that consists of several tokens has the largest `Kind` among them.
-    """
+def wrapped(
+    frame: Frame, seen: Changes, piece: Callable[[int], str], width: int
+) -> list[list[Cell]]:
+    """The lines of a canvas, of at most `width` columns: a cell per hole and per character."""
     lines: list[list[Cell]] = [[]]
     used = 0
-    for piece in pieces.split(frame.tokens, frame.is_hole):
-        kind = Kind(int(seen.kinds[piece.start : piece.stop].max()))
-        for char in piece.text or ("▒" if kind is Kind.REMASKED else "░"):
+    for token, is_hole, number in zip(frame.tokens, frame.is_hole, seen.kinds, strict=True):
+        kind = Kind(int(number))
+        hole = "▒" if kind is Kind.REMASKED else "░"
+        for char in hole if is_hole else piece(int(token)):
             sign = _glyph(char)
             columns = 2 if unicodedata.east_asian_width(sign) in "WF" else 1
             if used + columns > width:

@@ -1,11 +1,11 @@
 """Constrained waves: the law of the sampler head times the trunk's chance of a match."""
 
+import constrained_cases as constrained
 import numpy as np
 import pytest
 import toy
 from sampling.propose import test_constrained as cases
 
-from benchmarks import constrained
 from dlm_jax.contrib import constrained_waves, decoders
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import settings_of_call

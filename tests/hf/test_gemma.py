@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="torch is in an optional extra")
 classes = pytest.importorskip(
     "transformers.models.diffusion_gemma", reason="needs transformers with DiffusionGemma"
 )
-gemma_parity = pytest.importorskip("benchmarks.gemma_parity", reason="needs the extra bench")
+gemma_reference = pytest.importorskip("gemma_reference")
 
 CANVAS, LONGEST = 5, 18
 TEXT = {
@@ -243,7 +243,7 @@ def sharp(both, tmp_path_factory):
 @pytest.mark.slow
 def test_ids_are_those_of_the_reference_with_the_same_noise(sharp):
     reference, model = sharp
-    number, differ = gemma_parity.num_different(reference, model, PROMPTS, LOOP, (1, 8))
+    number, differ = gemma_reference.num_different(reference, model, PROMPTS, LOOP, (1, 8))
     assert number > 30 and differ == [0, 0]
 
 

@@ -106,16 +106,3 @@ def test_the_remedy_for_a_field_of_an_object_is_one_that_works(tmp_path):
     for name in ("rope_scaling.other", "other.factor", "vocab_size.factor"):
         with pytest.raises(SettingError, match=f"ignore_config='{name}' is not a field of"):
             _read(tmp_path, config, [name])
-
-
-def test_the_documentation_lists_what_is_read_and_what_is_refused():
-    text = (HERE.parents[1] / "docs" / "published.md").read_text()
-    rows = re.findall(r"^\| `([^`]+/[^`]+)` \| (.+?) \|$", text, re.MULTILINE)
-    told = {}
-    for name, case in CONFIGS.items():
-        expected = case["expected"]
-        told[name] = f"`{expected['family']}`" if name in READ else expected["because"]
-    assert dict(rows) == {
-        name: what if name in READ else f"refused: {what}" for name, what in told.items()
-    }
-    assert len(rows) == len(CONFIGS)

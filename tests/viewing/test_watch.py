@@ -5,12 +5,11 @@ from __future__ import annotations
 import io
 import re
 
-import numpy as np
 import pytest
 from viewing_cases import decode, frame, random_row
 
 from dlm_jax.viewing import watch as watching
-from dlm_jax.viewing.frames import Frame, Kind, Pieces, changes
+from dlm_jax.viewing.frames import Kind, changes
 from dlm_jax.viewing.watch import Watch, wrapped
 
 
@@ -71,7 +70,7 @@ def test_nothing_drawn_in_place_is_higher_or_wider_than_the_terminal():
     rows = [random_row(row, seed=row, length=150) for row in range(6)]
     for height in (6, 10, 24):
         terminal = Stream(is_terminal=True)
-        watch = Watch(decode, terminal, width=30, height=height, rows_shown=5)
+        watch = Watch(decode, terminal, width=30, height=height)
         for frames in zip(*rows, strict=True):
             watch.show(frames)
             shown = screen(terminal.getvalue())
@@ -95,18 +94,10 @@ def test_the_header_tells_what_the_step_did():
     ]
 
 
-def test_a_row_number_given_to_another_row_starts_anew():
-    pipe = Stream(is_terminal=False)
-    watch = Watch(decode, pipe, width=80)
-    watch.show([frame("AAA", step=9)])
-    watch.show([frame("......", step=0)])
-    assert "holes 6" in pipe.getvalue()
-
-
-def test_colour_is_for_terminals_without_no_color_unless_asked_for(monkeypatch):
-    def has_colour(is_terminal: bool, **given) -> bool:
+def test_colour_is_for_terminals_without_no_color(monkeypatch):
+    def has_colour(is_terminal: bool) -> bool:
         stream = Stream(is_terminal=is_terminal)
-        Watch(decode, stream, width=40, **given).show([frame("A.")])
+        Watch(decode, stream, width=40).show([frame("A.")])
         return "m" in re.findall(r"\x1b\[[\d;]*([A-Za-z])", stream.getvalue())
 
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -114,7 +105,6 @@ def test_colour_is_for_terminals_without_no_color_unless_asked_for(monkeypatch):
     assert not has_colour(False)
     monkeypatch.setenv("NO_COLOR", "1")
     assert not has_colour(True)
-    assert has_colour(False, use_colour=True)
     monkeypatch.setenv("NO_COLOR", "")
     assert has_colour(True)
 
@@ -134,30 +124,21 @@ def test_what_a_narrow_encoding_cannot_write_never_reaches_it():
 )  # fmt: skip
 def test_every_character_is_a_glyph_that_moves_no_cursor(text, shown):
     one = frame("A")
-    lines = wrapped(one, changes(None, one), Pieces(lambda _: text), 40)
+    lines = wrapped(one, changes(None, one), lambda _: text, 40)
     assert ["".join(sign for sign, _ in line) for line in lines] == [shown]
 
 
 def test_wide_glyphs_take_two_columns():
     one = frame("AAA")
-    lines = wrapped(one, changes(None, one), Pieces(lambda _: "漢"), 5)
+    lines = wrapped(one, changes(None, one), lambda _: "漢", 5)
     assert [len(line) for line in lines] == [2, 1]
 
 
-def test_a_character_of_two_tokens_takes_the_kind_that_changed_most():
-    ids, none = np.array([3, 4], np.int32), np.zeros(2, bool)
-    before = Frame(0, 0, ids, none, np.array([False, True]), np.array([0, -1]), np.zeros(2))
-    after = Frame(0, 1, ids, none, none, np.array([0, 1]), np.zeros(2))
-    assert wrapped(after, changes(before, after), Pieces(decode), 9) == [[("é", Kind.FRESH)]]
+def test_a_hole_that_was_a_token_has_a_sign_of_its_own():
     before, after = frame("A.."), frame("...", step=1)
-    (line,) = wrapped(after, changes(before, after), Pieces(decode), 9)
+    (line,) = wrapped(after, changes(before, after), str, 9)
     assert [sign for sign, _ in line] == ["▒", "░", "░"]
-
-
-@pytest.mark.parametrize("given", [{"width": 3}, {"rows_shown": 0}])
-def test_sizes_that_show_nothing_are_refused(given):
-    with pytest.raises(ValueError, match="use at least"):
-        Watch(decode, io.StringIO(), **given)
+    assert [kind for _, kind in line] == [Kind.REMASKED, Kind.HOLE, Kind.HOLE]
 
 
 @pytest.fixture

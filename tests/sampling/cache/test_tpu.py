@@ -19,7 +19,7 @@ import math
 import re
 import jax
 import layout
-from benchmarks.pods import sampling_step
+from tpu_step import sampling_step
 from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model.transformer import build

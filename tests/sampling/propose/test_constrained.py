@@ -3,12 +3,12 @@
 import json
 import re
 
+import constrained_cases as constrained
 import numpy as np
 import pytest
 import toy
 
 import dlm_jax
-from benchmarks import constrained
 from dlm_jax.config import SamplingParams
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.inference.model import Model

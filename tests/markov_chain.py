@@ -1,22 +1,30 @@
-"""A Markov chain with an exact model, and the distributions of its texts after k forwards.
+"""A Markov chain with an exact model, the distributions of its texts, and texts of the loop.
 
-All errors in the texts of this model are therefore caused by the sampler. The distributions are
-computed by enumeration in float64 from the chain, independently of the loop.
+All errors in the texts of this model are caused by the sampler. The distributions are computed by
+enumeration in float64 from the chain, independently of the loop.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dlm_jax.config import SamplingParams
+from dlm_jax.objectives.corruption import LINEAR
+from dlm_jax.sampling.loop import Advance, start
+from dlm_jax.sampling.positions import chunk_size
+from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import SamplerReadout
+from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.types import Network, Params
 
 LENGTH = 5
@@ -28,7 +36,7 @@ Blocks = tuple[tuple[int, ...], ...]
 """Positions that are committed together, in step order."""
 
 
-def network(length: int = LENGTH) -> Network:
+def network() -> Network:
     """The chain as a model with an exact LM head and an exact sampler head with one neighbour per
     side.
 
@@ -46,9 +54,9 @@ def network(length: int = LENGTH) -> Network:
         ]
         ones_BV = jnp.ones((tokens_BL.shape[0], MASK))
         left, right = [ones_BV * params["start"][None]], [ones_BV]
-        for place in range(length - 1):
+        for place in range(LENGTH - 1):
             left.append((left[-1] * seen_LBV[place]) @ step_VV)
-            right.append((right[-1] * seen_LBV[length - 1 - place]) @ step_VV.T)
+            right.append((right[-1] * seen_LBV[LENGTH - 1 - place]) @ step_VV.T)
         pairs = [jnp.concatenate(pair, axis=1) for pair in zip(left, right[::-1], strict=True)]
         return jnp.stack(pairs, axis=1), None
 
@@ -81,21 +89,21 @@ def network(length: int = LENGTH) -> Network:
 
 
 @functools.cache
-def joint(length: int = LENGTH) -> np.ndarray:
+def joint() -> np.ndarray:
     """The probability of each text, with an axis of `MASK` values per position."""
     found = np.array(START)
-    for _ in range(length - 1):
+    for _ in range(LENGTH - 1):
         found = found[..., None] * np.array(STEP)
     return found
 
 
 @functools.cache
-def given(place: int, seen: frozenset[int], length: int = LENGTH) -> np.ndarray:
+def given(place: int, seen: frozenset[int]) -> np.ndarray:
     """The probability of the token at `place` given the tokens at `seen`; axes as in `joint`."""
 
     def of(places: frozenset[int]) -> np.ndarray:
-        rest = tuple(axis for axis in range(length) if axis not in places)
-        return joint(length).sum(axis=rest, keepdims=True)
+        rest = tuple(axis for axis in range(LENGTH) if axis not in places)
+        return joint().sum(axis=rest, keepdims=True)
 
     return of(seen | {place}) / of(seen)
 
@@ -182,14 +190,6 @@ def in_random_order(steps: int) -> Iterator[tuple[Blocks, float]]:
     return ((blocks, 1 / len(found)) for blocks in found)
 
 
-def ancestral(steps: int) -> Iterator[tuple[Blocks, float]]:
-    """Blocks of ancestral steps with a linear schedule: the step of each position is uniform.
-
-    If ``m`` steps commit something, there are ``C(steps, m)`` equally likely choices.
-    """
-    return ((blocks, math.comb(steps, len(blocks)) / steps**LENGTH) for blocks in _ordered_blocks())
-
-
 def total_variation(law: np.ndarray, other: np.ndarray) -> float:
     """Half the sum of the absolute differences, in [0, 1]."""
     return float(0.5 * np.abs(law - other).sum())
@@ -228,3 +228,63 @@ def _is_surest(seed: int, run: list[int], seen: frozenset[int]) -> np.ndarray:
 
 def _product(factors: Iterable[np.ndarray]) -> np.ndarray:
     return functools.reduce(np.multiply, factors, np.ones([1] * LENGTH))
+
+
+WAVES, PARALLEL = {"fill": "wavefront"}, {"fill": "parallel"}
+ARMS: dict[str, tuple[dict[str, Any], Fill]] = {
+    "parallel": (PARALLEL, Fill(is_parallel=True)),
+    "waves": (WAVES, Fill()),
+    "waves, even then odd": (WAVES | {"sampler_even_odd": True}, Fill(is_alternating=True)),
+    "waves, one-sided": (WAVES | {"sampler_one_sided": True}, Fill(is_one_sided=True)),
+    "all filled": (WAVES | {"order": "random_filled"}, Fill(fills_all=True)),
+    "all filled, even then odd": (
+        WAVES | {"order": "random_filled", "sampler_even_odd": True},
+        Fill(fills_all=True, is_alternating=True),
+    ),
+    "all filled, one-sided": (
+        WAVES | {"order": "random_filled", "sampler_one_sided": True},
+        Fill(fills_all=True, is_one_sided=True),
+    ),
+}
+"""Samplers with a random order, and the distribution of their texts."""
+
+
+@functools.cache
+def advance() -> Advance:
+    """The loop for the chain's model."""
+    return Advance(Program(
+        network=network(), mask_id=MASK, chunk=chunk_size(MASK + 1),
+        banned_ids=(MASK,), pad_id=MASK,
+    ))  # fmt: skip
+
+
+def write(settings: dict[str, Any], number: int, seed: int, *, rows: int) -> np.ndarray:
+    """The number of each text among `number`, a multiple of `rows`; axes as in `joint`.
+
+    Seeds are consecutive from `seed` on.
+    """
+    sample = SamplingParams(chain=("temperature",), **settings)
+    facts = ModelFacts(vocab_size=MASK + 1, banned_ids=(MASK,), noise=LINEAR, heads=("sampler",))
+    packed = RowParams.pack([sample], facts), BUILT_IN.pack([sample], facts)
+    row, rules = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), packed)
+    params = network().init(jax.random.key(0))
+    counts = np.zeros(MASK**LENGTH)
+    for first in range(seed, seed + number, rows):
+        state = start(
+            jnp.full((rows, LENGTH), MASK), jnp.full(rows, LENGTH),
+            dataclasses.replace(row, seed_B=jnp.arange(first, first + rows, dtype=jnp.uint32)),
+            rules, mask_id=MASK,
+        )  # fmt: skip
+        state = advance()(params, state, LENGTH + sample.steps)
+        places = np.asarray(state.canvas.tokens_BL) @ MASK ** np.arange(LENGTH)[::-1]
+        counts += np.bincount(places, minlength=counts.size)
+    return counts.reshape(joint().shape)
+
+
+def p_value(counts: np.ndarray, law: np.ndarray, *, draws: int) -> float:
+    """The share of equally large samples of a distribution that are at least as far from it."""
+    number = int(counts.sum())
+    distance = total_variation(counts / number, law)
+    drawn = np.random.default_rng(0).multinomial(number, law.ravel() / law.sum(), size=draws)
+    far = 0.5 * np.abs(drawn / number - law.ravel()).sum(axis=1)
+    return float((1 + (far >= distance).sum()) / (1 + draws))

@@ -1,57 +1,31 @@
-"""Measures the constrained fills: distributions, time of a step, time of an answer.
+"""A model of independent positions, its matches by enumeration, and canvases of the loop.
 
-    python -m benchmarks constrained law | step | answer [--quick]
-
-`law` compares sample counts of a model of independent positions with their exact distribution,
-enumerated in float64 independently of the loop. `step` is compared with the unconstrained step,
-`answer` with one token per step.
+The distributions are computed in float64, independently of the loop.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import re
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import dlm_jax
-from benchmarks.report import Table, parser_of
-from dlm_jax.cli.common import start_jax
-from dlm_jax.config import ModelConfig, SamplingParams
 from dlm_jax.data import CharacterTokenizer
-from dlm_jax.inference.engine import Engine
-from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import make_requests
-from dlm_jax.model.transformer import build
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.program import Program
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable, with_rules
-from dlm_jax.structured import Structures, regex_of_schema
+from dlm_jax.structured import Structures
 from dlm_jax.types import Network, Params
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 24},
-        "age": {"type": "integer"},
-        "kind": {"enum": ["knight", "king", "fool"]},
-    },
-    "required": ["name", "age", "kind"],
-}
 LETTERS = CharacterTokenizer.of("abc")
 MASK, EOS = LETTERS.mask_id, LETTERS.eos_id
 KNOWN = Structures(LETTERS, LETTERS.vocab_size, (EOS,), LETTERS.banned_ids)
@@ -267,124 +241,3 @@ def logits_of(case: str) -> np.ndarray:
     logits_LV[1, :2] -= 75
     logits_LV[3] += rng.choice([0, -90], LETTERS.vocab_size)
     return logits_LV.astype(np.float32)
-
-
-def count_laws(args: argparse.Namespace) -> None:
-    """Prints one line per case."""
-    number = 10_000 if args.quick else args.texts
-    table = Table(args, "case", "pattern", "canvas", "texts", "matches there are", "p")
-    for case, (pattern, canvas, settings) in (CASES | WAVES).items():
-        logits_LV, some = logits_of(case), {"rows": 10_000, **settings}
-        if case in WAVES:
-            head = head_of(case)
-            drawn_NL = draws(pattern, canvas, logits_LV, number, head=head, steps=1, **some)
-            expected = waves_law(pattern, canvas, logits_LV, head, **settings)
-        else:
-            drawn_NL = draws(pattern, canvas, logits_LV, number, **some)
-            heat = settings.get("temperature", 1.0)
-            expected = law(pattern, canvas, logits_LV, temperature=heat)
-        shown = pattern.replace("|", "\\|")
-        p = p_value(drawn_NL, expected)
-        table.add(case, f"`{shown}`", f"`{canvas}`", len(drawn_NL), len(expected), p)
-
-
-def time_steps(args: argparse.Namespace, steps: int = 4) -> None:
-    """Prints the time of a step that draws candidates for all holes, with and without structure."""
-    rounds, sizes = (2, [512]) if args.quick else (args.rounds, args.sizes)
-    table = Table(args, "vocabulary", "states x classes", "parallel ms", "constrained ms", "ratio")
-    for size in sizes:
-        model = of_size(size)
-        pattern = regex_of_schema(SCHEMA)
-        states, classes = model.structures.automaton(pattern).next_SC.shape
-        times: dict[str, list[float]] = {"": [], pattern: []}
-        fills = 1 + (rounds + 1) * steps // 120
-        engines = {held: _engine(model, held, args.slots, fills, steps) for held in times}
-        for _ in range(rounds):
-            for held, engine in engines.items():
-                began = time.perf_counter()
-                engine.step(steps)
-                times[held].append(1e3 * (time.perf_counter() - began) / steps)
-        plain, with_it = (statistics.median(some) for some in times.values())
-        vocab_size = model.network.vocab_size
-        table.add(vocab_size, f"{states} x {classes}", plain, with_it, with_it / plain)
-
-
-def of_size(size: int) -> Model:
-    """A random model with the shape of the shipped model and a vocabulary of this size."""
-    tokenizer = _letters(size)
-    shape = ModelConfig(depth=4, width=160, heads=5, vocab_size=tokenizer.vocab_size)
-    network = build(shape)
-    sample = SamplingParams(chain=("temperature",), order="random_filled", steps=120)
-    params = jax.jit(network.init)(jax.random.key(0))
-    return Model(network, params, tokenizer, max_length=128, sample=sample)
-
-
-def _letters(size: int) -> CharacterTokenizer:
-    """A vocabulary of printable ASCII and other characters."""
-    letters = [chr(code) for code in range(32, 127)]
-    letters += [chr(0x4E00 + place) for place in range(size - len(letters) - 4)]
-    return CharacterTokenizer.of("".join(letters))
-
-
-def _engine(model: Model, held: str, slots: int, fills: int, steps: int) -> Engine:
-    """An engine with full slots and a compiled program."""
-    engine = Engine(model, sizes=(slots,), canvases=(128,), max_waiting=None)
-    asked: dict[str, Any] = {"gen_length": 120, "steps": 120, "temperature": 1.0}
-    asked |= {"structure": held, "fill": "constrained"} if held else {"fill": "parallel"}
-    for seed in range(slots * fills):
-        (request,) = make_requests(model, "", asked | {"seed": seed})
-        engine.submit(request)
-    engine.step(steps)
-    return engine
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-def time_answers(args: argparse.Namespace) -> None:
-    """Prints the time of a JSON answer of the shipped model, compared with one token per step."""
-    model, pattern = dlm_jax.load(), regex_of_schema(SCHEMA)
-    common = {"structure": pattern, "ignore_eos": False, "gen_length": 64, "temperature": 0.8}
-    table = Table(args, "answer", "ms", "forwards", "valid")
-    for steps in (64, 4, 8, 16):
-        settings: dict[str, Any] = {"order": "left_to_right", "steps": steps}
-        if steps < 64:
-            settings = {"fill": "constrained", "order": "random_filled", "steps": steps}
-        seconds, forwards, valid, rounds = [], [], 0, 1 if args.quick else args.rounds
-        for seed in range(rounds + 1):
-            began = time.perf_counter()
-            texts = dlm_jax.generate(model, ["JSON: "], **common | settings, seed=seed)
-            if seed:  # the first call compiles
-                seconds.append(time.perf_counter() - began)
-                forwards.append(float(texts.forwards[0]))
-                answer = _parsed(texts.texts[0].removeprefix("JSON: "))
-                valid += isinstance(answer, dict) and set(answer) == set(SCHEMA["properties"])
-        name = f"constrained, {steps} steps" if steps < 64 else "a token a step"
-        table.add(name, 1e3 * statistics.median(seconds), statistics.mean(forwards),
-                  f"{valid} of {rounds}")  # fmt: skip
-
-
-PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "law": count_laws, "step": time_steps, "answer": time_answers,
-}  # fmt: skip
-
-
-def main() -> None:
-    """Runs the selected part."""
-    parser = parser_of(__doc__)
-    parser.add_argument("part", choices=list(PARTS))
-    parser.add_argument("--texts", type=int, default=200_000)
-    parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2048, 50257])
-    args = parser.parse_args()
-    start_jax()
-    PARTS[args.part](args)
-
-
-if __name__ == "__main__":
-    main()
