@@ -1,8 +1,9 @@
 """Texts of an exact model of a Markov chain, beside their law by enumeration."""
 
-import markov_chain as chain
 import numpy as np
 import pytest
+
+from benchmarks import laws as chain
 
 BLIND = chain.Fill(is_parallel=True)
 ROWS = 5000

@@ -1,7 +1,10 @@
-"""A Markov chain with an exact model, the distributions of its texts, and texts of the loop.
+"""Total variation between the texts of k forwards and the true joint distribution.
 
-All errors in the texts of this model are caused by the sampler. The distributions are computed by
-enumeration in float64 from the chain, independently of the loop.
+    python -m benchmarks laws [--texts 200000] [--quick]
+
+The source is a Markov chain whose model is exact, so the sampler causes all errors. The texts are
+those of the compiled loop. The distributions are enumerated in float64 from the chain,
+independently of the loop.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.report import Table, parser_of
+from dlm_jax.cli.common import start_jax
 from dlm_jax.config import SamplingParams
 from dlm_jax.objectives.corruption import LINEAR
 from dlm_jax.sampling.loop import Advance, start
@@ -190,6 +196,14 @@ def in_random_order(steps: int) -> Iterator[tuple[Blocks, float]]:
     return ((blocks, 1 / len(found)) for blocks in found)
 
 
+def ancestral(steps: int) -> Iterator[tuple[Blocks, float]]:
+    """Blocks of ancestral steps with a linear schedule: the step of each position is uniform.
+
+    If ``m`` steps commit something, there are ``C(steps, m)`` equally likely choices.
+    """
+    return ((blocks, math.comb(steps, len(blocks)) / steps**LENGTH) for blocks in _ordered_blocks())
+
+
 def total_variation(law: np.ndarray, other: np.ndarray) -> float:
     """Half the sum of the absolute differences, in [0, 1]."""
     return float(0.5 * np.abs(law - other).sum())
@@ -288,3 +302,30 @@ def p_value(counts: np.ndarray, law: np.ndarray, *, draws: int) -> float:
     drawn = np.random.default_rng(0).multinomial(number, law.ravel() / law.sum(), size=draws)
     far = 0.5 * np.abs(drawn / number - law.ravel()).sum(axis=1)
     return float((1 + (far >= distance).sum()) / (1 + draws))
+
+
+def main() -> None:
+    """Prints the total variation of the texts and of the enumerated process, and a p-value."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--texts", type=int, default=200_000, help="texts per row")
+    args = parser.parse_args()
+    rows = 25_000
+    number = rows if args.quick else args.texts - args.texts % rows
+    start_jax()
+    table = Table(args, "fill", "forwards", "total variation", "exact", "p")
+
+    def add(name: str, settings: dict[str, Any], law: np.ndarray, forwards: int) -> None:
+        counts = write({"steps": forwards} | settings, number, 0, rows=rows)
+        off, exact = (total_variation(x, joint()) for x in (counts / counts.sum(), law))
+        table.add(name, forwards, off, exact, p_value(counts, law, draws=2000))
+
+    for name, (settings, fill) in ARMS.items():
+        for forwards in (1, 2, 4, 8):
+            add(name, settings, text_law(fill, in_random_order(forwards)), forwards)
+    for steps in (16, 64, 256):
+        law = text_law(Fill(is_parallel=True), ancestral(steps))
+        add("ancestral", PARALLEL | {"order": "ancestral"}, law, steps)
+
+
+if __name__ == "__main__":
+    main()
