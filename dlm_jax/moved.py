@@ -60,6 +60,7 @@ _ADVICE = {
     "it is named sample.sampler_min_neighbors_ratio here": "sampler_min_neighbors_ratio",
     "it was removed; use a loop of the shell": "sweep",
     "it was removed; python -m benchmarks generate measures steps": "time_steps",
+    "the harness does not read it; pass a loaded model in Python": "ignore_config",
 }
 """Other names, by what became of them."""
 _OTHERS = {name: advice for advice, names in _ADVICE.items() for name in names.split()}

@@ -31,6 +31,15 @@ from dlm_jax.objectives.likelihood import bound_at, causal_costs
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.sampling.rules import with_rules
 
+try:
+    from lm_eval.api.model import LM  # type: ignore[import-not-found]
+except ImportError:  # the methods need no harness
+    LM: Any = object
+
+
+ROWS = 32
+"""Maximum number of rows in a program."""
+
 
 class Pair(NamedTuple):
     """A row of tokens, int32 ``[n]``; all tokens after the first `given` are scored."""
@@ -39,9 +48,7 @@ class Pair(NamedTuple):
     given: int
 
     def seed(self, seed: int, *more: object) -> np.ndarray:
-        """Returns four random numbers, uint32 ``[4]``, that depend only on the request and
-        `seed`.
-        """
+        """Four random numbers, uint32 ``[4]``, that depend only on the request and `seed`."""
         told = f"{seed} {self.given} {more}".encode() + self.ids.astype("<i4").tobytes()
         return np.frombuffer(hashlib.sha256(told).digest()[:16], "<u4")
 
@@ -49,16 +56,14 @@ class Pair(NamedTuple):
 def pair_of(
     model: Model, context: str, continuation: str, *, ids: np.ndarray | None = None
 ) -> Pair:
-    """Tokenises a continuation and its context. The context is truncated on the left to fit the
-    canvas.
+    """The ids of a continuation after its context, which is truncated on the left.
 
     Trailing spaces of the context are moved to the continuation, as in lm-evaluation-harness. `ids`
     are those of a conversation, whose answer is tokenised separately.
     """
     encode, network = model.tokenizer.encode, model.network
-    if ids is not None:
-        prefix, given, rest = np.zeros(0, np.int32), ids, encode(continuation)
-    else:
+    prefix, given, rest = np.zeros(0, np.int32), ids, encode(continuation)
+    if given is None:
         kept = context.rstrip()
         continuation = context[len(kept) :] + continuation
         prefix, given = np.array(model.prefix_ids, np.int32), encode(kept)
@@ -108,7 +113,6 @@ def _first_token(model: Model) -> np.ndarray:
     return np.array(model.prefix_ids[-1:] or model.first_ids or (model.tokenizer.eos_id,), np.int32)
 
 
-_LENGTH = 256
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the length argument, in lm-evaluation-harness's order of precedence."""
 
@@ -121,34 +125,31 @@ def request_of(
     *,
     seed: int = 0,
     ids: np.ndarray | None = None,
-) -> tuple[Request | None, tuple[str, ...]]:
-    """A generation request of lm-evaluation-harness and its stop strings; None for an empty text.
+) -> tuple[Request, tuple[str, ...]]:
+    """A generation request of lm-evaluation-harness, and its stop strings.
 
-    ``do_sample=False``, the default, sets the temperature to 0. Other settings are passed by name,
-    and take precedence over those in `common`. The context is truncated on the left to fit the
-    canvas. `ids` are those of a conversation. The row's seed depends on the request and `seed`.
+    ``do_sample=False``, the default, sets the temperature to 0. Other settings take precedence over
+    those in `common`. The context, or the `ids` of a conversation, is truncated on the left.
     """
-    until = given.get("until") or ()
+    settings = {name: value for name, value in given.items() if value is not None}
+    until = settings.pop("until", ())
     until = (until,) if isinstance(until, str) else until
     if not isinstance(until, list | tuple) or not all(isinstance(text, str) for text in until):
         raise ValueError(f"until={until!r} is not a list of strings; use ['\\n']")
     until = tuple(filter(None, until))
-    settings = {n: value for n, value in given.items() if value is not None and n != "until"}
     does_sample = settings.pop("do_sample", False)
     if not isinstance(does_sample, bool):
         raise ValueError(f"do_sample={does_sample!r} is not a bool; use True or False")
-    lengths = {name: settings.pop(name) for name in _LENGTHS if name in settings}
-    for name, length in lengths.items():
-        if type(length) is not int or length < 0:
-            raise ValueError(f"{name}={length!r} is not an integer of at least 0; use {_LENGTH}")
     if not does_sample:
         settings["temperature"] = 0.0
+    lengths = {name: settings.pop(name) for name in _LENGTHS if name in settings}
+    name, length = next(iter(lengths.items()), ("", 256))
+    if type(length) is not int or length < 1:
+        raise ValueError(f"{name}={length!r} is not an integer of at least 1; use 256")
     prefix = np.array(model.prefix_ids if ids is None else (), np.int32)
     ids = model.tokenizer.encode(context) if ids is None else ids
     room = model.max_length - prefix.size
-    length = min(next(iter(lengths.values()), _LENGTH), room - 1)
-    if not length:
-        return None, until
+    length = min(length, room - 1)
     ids = np.concatenate([prefix, ids[max(0, ids.size - room + length) :]]).astype(np.int32)
     words = Pair(ids, 0).seed(seed, until, length, sorted(settings.items()))
     row = {"seed": int(words[0]), "gen_length": length, **settings}
@@ -158,18 +159,16 @@ def request_of(
 
 
 def texts(
-    model: Model, requests: Sequence[tuple[Request | None, tuple[str, ...]]], *, slots: int
+    model: Model, requests: Sequence[tuple[Request, tuple[str, ...]]], *, slots: int
 ) -> list[str]:
-    """Generates texts that do not depend on their order. Programs have `slots` rows."""
+    """Texts that do not depend on their order. Programs have `slots` rows."""
     written = [""] * len(requests)
     readers: dict[int, TextReader] = {}
 
     def numbered() -> Iterator[Request]:
         for number, (request, until) in enumerate(requests):
-            if request is not None:
-                request = replace(request, number=number)
-                readers[number] = TextReader(model, request, until)
-                yield request
+            readers[number] = TextReader(model, request, until)
+            yield replace(request, number=number)
 
     with Engine(model, sizes=(slots,)) as engine:
         for row in engine.run(numbered(), num_steps=2, is_watched=True):
@@ -187,12 +186,8 @@ def texts(
     return written
 
 
-ROWS = 32
-"""Maximum number of rows in a program."""
-
-
 def masks_of(pair: Pair, num_draws: int, seed: int, block_length: int = 0) -> np.ndarray:
-    """Returns the masks for a pair, bool ``[draws, n]``; a single mask if one token is scored.
+    """The masks for a pair, bool ``[draws, n]``; a single mask if one token is scored.
 
     Masks are drawn in antithetic pairs with the same random order of tokens: the first mask hides
     the first k tokens in this order, and the second mask the k-th and all later tokens. For a
@@ -225,15 +220,13 @@ def _bounds(network: Network, params: Any, batch: Batch, masked: Any, *, mask_id
 
 
 def _exact(network: Network, params: Any, batch: Batch, masked: Any, *, mask_id: int) -> Any:
-    """Returns the cost of each row under a causal model, and whether all its scored tokens are the
-    most likely ones.
-    """
+    """The cost of each row of a causal model, and whether its scored tokens are the likeliest."""
     nats_RL, is_top_RL = causal_costs(network, params, batch, mask_id=mask_id)
     return jax.numpy.sum(nats_RL, axis=1), jax.numpy.all(is_top_RL, axis=1)
 
 
 def _guesses(network: Network, params: Any, batch: Batch, masked: Any, *, mask_id: int) -> Any:
-    """Returns the most likely id at each position and its log-probability."""
+    """The most likely id at each position and its log-probability."""
     shown = jax.numpy.where(masked, mask_id, batch.tokens_BL)
 
     def of_row(hidden_LD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -246,28 +239,15 @@ def _guesses(network: Network, params: Any, batch: Batch, masked: Any, *, mask_i
     return jax.lax.map(of_row, network.trunk(params, shown, batch.length_B, None)[0])
 
 
-Instances = Sequence[Any]
-"""Requests of lm-evaluation-harness, whose arguments are in ``args``."""
-
-
-def __getattr__(name: str) -> Any:
-    """`DlmJax`: `Evaluated` as a model class of lm-evaluation-harness, which must be installed."""
-    if name != "DlmJax":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = importlib.import_module("lm_eval.api.model").LM
-    globals()[name] = type(name, (Evaluated, base), {"__doc__": Evaluated.__doc__})
-    return globals()[name]
-
-
-class Evaluated:
-    """A model of dlm_jax with the methods that lm-evaluation-harness calls.
+class DlmJax(LM):
+    """A model of dlm_jax with the methods that lm-evaluation-harness calls. The arguments of a
+    request of the harness are in its ``args``.
 
     Args:
       checkpoint: as in `dlm_jax.load`; the shipped model by default.
       draws: number of masks per likelihood.
       seed: random seed of the masks and the generated texts.
       dtype: as in `dlm_jax.load`.
-      ignore_config: as in `dlm_jax.load`; a text names fields separated by ``+``.
       preset: name of one of the model's presets.
       model: a loaded model, used instead of `checkpoint`.
       **settings: settings for generated texts by name (docs/settings.md). ``rules`` can be the name
@@ -281,7 +261,6 @@ class Evaluated:
         draws: int = 32,
         seed: int = 0,
         dtype: str | None = None,
-        ignore_config: str | Sequence[str] = (),
         preset: str | None = None,
         model: Model | None = None,
         **settings: Any,
@@ -289,19 +268,16 @@ class Evaluated:
         super().__init__()
         for name in ("batch_size", "max_batch_size", "device"):
             settings.pop(name, None)
-        if model is None:
-            if isinstance(ignore_config, str):
-                ignore_config = ignore_config.split("+")
-            model = load(checkpoint, dtype=dtype, ignore_config=ignore_config)
+        model = model or load(checkpoint, dtype=dtype)
         if not model.process.is_masked:
             raise ValueError(
                 "the harness scores with random masks, which requires a masking process, but the "
                 f"model was trained with objective.process={model.process.name!r}; use "
                 "dlm_jax.score"
             )
-        self.model, self._num_draws, self._seed = model, int(draws), int(seed)
-        if not 1 <= self._num_draws <= 1 << 16:
+        if not 1 <= draws <= 1 << 16:
             raise ValueError(f"draws={draws} is outside [1, 65536]; for example, use 32")
+        self.model, self._num_draws, self._seed = model, draws, seed
         self._is_chat = False
         self._chats: dict[str, np.ndarray] = {}
         if isinstance(rules := settings.get("rules"), str):
@@ -310,7 +286,7 @@ class Evaluated:
         settings_of_call(model, self._settings)
 
     def nats(self, pairs: Sequence[Pair]) -> np.ndarray:
-        """Returns the negative log-likelihood of each pair in nats, float64 ``[N]``."""
+        """The negative log-likelihood of each pair in nats, float64 ``[N]``."""
         if self.model.is_causal:
             return self.nats_and_greedy(pairs)[0]
         unit = self.model.network.block_length
@@ -321,8 +297,8 @@ class Evaluated:
         return np.array([float(np.mean(some)) for some in np.split(nats, ends[:-1])])
 
     def nats_and_greedy(self, pairs: Sequence[Pair]) -> tuple[np.ndarray, list[bool]]:
-        """Returns `nats`, and whether the model generates each pair's scored tokens at temperature
-        0: the most confident token first, or the leftmost token in a causal model.
+        """`nats`, and whether the model generates each pair's scored tokens at temperature 0, the
+        most confident token first, or the leftmost token in a causal model.
         """
         if self.model.is_causal:
             nats, is_greedy = self._run(_exact, [(pair, np.zeros(0, bool)) for pair in pairs])
@@ -346,11 +322,10 @@ class Evaluated:
         """
         model, mask_id = self.model, self.model.tokenizer.mask_id
         run = compiled(fn, model.network, model.compiler_options, mask_id=mask_id)
-        sizes: dict[int, list[int]] = {}
-        for place, (pair, _) in enumerate(rows):
-            sizes.setdefault(canvas_size(pair.ids.size, is_shared=True), []).append(place)
+        sizes = [canvas_size(pair.ids.size, is_shared=True) for pair, _ in rows]
         results: list[Any] = [None] * len(rows)
-        for size, places in sorted(sizes.items()):
+        for size in sorted(set(sizes)):
+            places = [place for place, own in enumerate(sizes) if own == size]
             # About as many positions as saturate the device.
             most = 256 if jax.default_backend() == "cpu" else 8192
             count = max(1, min(most // size, ROWS))
@@ -369,10 +344,8 @@ class Evaluated:
                     results[place] = values
         return [list(column) for column in zip(*results, strict=True)]
 
-    def loglikelihood(self, requests: Instances) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each continuation and whether greedy decoding generates
-        it.
-        """
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether greedy decoding generates it."""
         pairs = [
             pair_of(self.model, *request.args, ids=self._chat_ids(request.args[0]))
             for request in requests
@@ -380,29 +353,25 @@ class Evaluated:
         nats, are_greedy = self.nats_and_greedy(pairs)
         return list(zip((-nats).tolist(), are_greedy, strict=True))
 
-    def loglikelihood_rolling(self, requests: Instances) -> list[float]:
-        """Returns the log-likelihood of whole texts, scored in windows of the canvas size."""
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """The log-likelihood of whole texts, scored in windows of the canvas size."""
         windows = [windows_of(self.model, request.args[0]) for request in requests]
         nats = self.nats([pair for some in windows for pair in some])
         ends = np.cumsum([len(some) for some in windows])
         return [-float(some.sum()) for some in np.split(nats, ends[:-1])]
 
-    def generate_until(self, requests: Instances) -> list[str]:
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Generates texts; each text ends at its first stop string."""
         known = with_rules(self._settings.get("rules", ())).request_settings.keys()
         known |= {"until", "do_sample", *_LENGTHS}
-        given = [{n: v for n, v in one.args[1].items() if v is not None} for one in requests]
-        for name in sorted({name for one in given for name in one} - known):
+        for name in sorted({name for request in requests for name in request.args[1]} - known):
             print(f"{name} is not a setting of dlm_jax; it is ignored", file=sys.stderr)
         rows = []
-        for place, (request, settings) in enumerate(zip(requests, given, strict=True)):
-            settings = {n: v for n, v in settings.items() if n in known}
-            context = request.args[0]
+        for request in requests:
+            context, given = request.args
+            given = {name: value for name, value in given.items() if name in known}
             how: Any = {"seed": self._seed, "ids": self._chat_ids(context)}
-            try:
-                rows.append(request_of(self.model, context, settings, self._settings, **how))
-            except ValueError as error:
-                raise ValueError(f"request {place}: {error}") from None
+            rows.append(request_of(self.model, context, given, self._settings, **how))
         # A few rows saturate a CPU.
         slots = 8 if jax.default_backend() == "cpu" else ROWS
         return texts(self.model, rows, slots=slots)
@@ -435,7 +404,7 @@ class Evaluated:
         return f"dlm_jax-{self.model.vocabulary}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Returns the chat template; empty if no template is applied."""
+        """The chat template; empty if no template is applied."""
         self._is_chat |= bool(chat_template)
         return self._chat.source if chat_template else ""
 

@@ -1,6 +1,6 @@
-r"""Runs lm-evaluation-harness with the model ``dlm_jax`` and the tasks that ship with the package.
+r"""Runs lm-evaluation-harness with the model ``dlm_jax`` and the task that ships with the package.
 
-The program accepts the flags of ``lm_eval`` and adds a model and, without --include_path, tasks:
+The program accepts the flags of ``lm_eval`` and adds a model and, without --include_path, the task:
 
     dlm-lm-eval --model dlm_jax --model_args checkpoint=DIR,draws=32 --batch_size 32 \
         --tasks dlm_jax_shakespeare_cloze
@@ -10,9 +10,7 @@ The extra ``eval`` is required: ``pip install dlm_jax[eval]``. Custom programs c
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from importlib import resources
@@ -30,13 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         harness = needed("lm_eval.__main__", "the program", "eval")
         register()
         argv = list(sys.argv[1:] if argv is None else argv)
-        parser = argparse.ArgumentParser(add_help=False)
-        parser.add_argument("--include_path")
-        path = parser.parse_known_args(argv)[0].include_path
-        if path is None:
+        if not any(flag.startswith("--include_path") for flag in argv):
             argv += ["--include_path", str(resources.files("dlm_jax.harness").joinpath("tasks"))]
-        elif not os.path.isdir(path):
-            raise ValueError(f"--include_path {path} is not a directory; pass one with tasks")
         sys.argv = ["dlm-lm-eval", *argv]
         # The harness checks tasks, arguments and requests only while it runs.
         harness.cli_evaluate()

@@ -66,10 +66,10 @@ def test_the_program_loads_several_modules(capsys, monkeypatch):
 
 
 def test_the_harness_loads_a_module_by_its_name():
-    from dlm_jax.harness.lm import Evaluated
+    from dlm_jax.harness.lm import DlmJax
 
     asked = {"rules": "dlm_jax.contrib.decoders", "order": "klass"}
-    made = Evaluated(model=toy_model.MODEL, **asked)
+    made = DlmJax(model=toy_model.MODEL, **asked)
     assert made._settings["rules"] is decoders
 
 

@@ -11,7 +11,7 @@ import pytest
 import toy
 import toy_model
 
-from dlm_jax.harness.lm import Evaluated, Pair, masks_of, pair_of, windows_of
+from dlm_jax.harness.lm import DlmJax, Pair, masks_of, pair_of, windows_of
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.likelihood import bound_at, causal_nll
 from dlm_jax.objectives.objective import Batch
@@ -32,16 +32,16 @@ def _bits(values):
 
 
 def test_any_order_gives_the_same_bits_as_a_request_alone():
-    scorer = Evaluated(model=MODEL, draws=6)
+    scorer = DlmJax(model=MODEL, draws=6)
     found = scorer.nats(PAIRS)
     assert _bits(scorer.nats(PAIRS[::-1])[::-1]) == _bits(found)
     assert _bits([scorer.nats([pair])[0] for pair in PAIRS]) == _bits(found)
-    assert (Evaluated(model=MODEL, draws=6, seed=1).nats(PAIRS) != found)[:3].all()
+    assert (DlmJax(model=MODEL, draws=6, seed=1).nats(PAIRS) != found)[:3].all()
 
 
 @pytest.mark.slow
 def test_costs_are_those_of_a_plain_loop():
-    found = Evaluated(model=MODEL, draws=6).nats(PAIRS)
+    found = DlmJax(model=MODEL, draws=6).nats(PAIRS)
     for pair, nats in zip(PAIRS, found, strict=True):
         tokens = jnp.asarray(pair.ids)[None]
         batch = Batch(tokens, jnp.array([pair.ids.size]), jnp.array([pair.given]))
@@ -89,7 +89,7 @@ def test_the_mean_over_all_masks_is_the_bound():
             cost = bound_at(MODEL.network, MODEL.params, batch, jnp.asarray(mask),
                             mask_id=MODEL.tokenizer.mask_id)  # fmt: skip
             exact += float(cost[0, 0]) / len(sets) / 3
-    found = Evaluated(model=MODEL, draws=512).nats([pair])[0]
+    found = DlmJax(model=MODEL, draws=512).nats([pair])[0]
     assert abs(found - exact) < 0.05 * exact
 
 
@@ -103,7 +103,7 @@ def test_causal_models_are_exact():
     model = dataclasses.replace(
         MODEL, network=network, params=toy.random_params(network), is_causal=True
     )
-    found = Evaluated(model=model, draws=1).nats(PAIRS)
+    found = DlmJax(model=model, draws=1).nats(PAIRS)
     exact_nll = jax.jit(functools.partial(causal_nll, network, mask_id=tokenizer.mask_id))
     for pair, nats in zip(PAIRS, found, strict=True):
         batch = Batch(jnp.asarray(pair.ids)[None], jnp.array([pair.ids.size]),
@@ -124,7 +124,7 @@ def test_what_is_greedy_is_what_the_model_writes():
     other = ids.copy()
     other[-1] = (other[-1] + 1) % 5
     pairs = [Pair(ids.astype(np.int32), 4), Pair(other.astype(np.int32), 4)]
-    scorer = Evaluated(model=MODEL, draws=1)
+    scorer = DlmJax(model=MODEL, draws=1)
     nats, found = scorer.nats_and_greedy(pairs)
     # Where EOS is likelier than any text the harness's answer is no text's.
     assert found[1] is False

@@ -11,7 +11,7 @@ import toy
 import toy_model
 
 from dlm_jax.config import SamplingParams
-from dlm_jax.harness.lm import Evaluated, pair_of
+from dlm_jax.harness.lm import DlmJax, pair_of
 from dlm_jax.hf import ChatTemplate
 from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
@@ -27,7 +27,7 @@ def _asked(*args):
 
 
 def test_likelihoods_are_negative_nats_and_rolling_ones_their_sum():
-    made = Evaluated(model=MODEL, draws=4)
+    made = DlmJax(model=MODEL, draws=4)
     ((loglikelihood, is_greedy),) = made.loglikelihood([_asked("The", " cat")])
     assert loglikelihood < 0 and isinstance(is_greedy, bool)
     (whole,) = made.loglikelihood_rolling([_asked("The cat")])
@@ -37,12 +37,12 @@ def test_likelihoods_are_negative_nats_and_rolling_ones_their_sum():
 
 def test_templates_and_names():
     chat = ChatTemplate("{{ messages[0].content }}", MODEL.tokenizer)
-    made = Evaluated(model=dataclasses.replace(MODEL, chat=chat))
+    made = DlmJax(model=dataclasses.replace(MODEL, chat=chat))
     assert made.apply_chat_template([{"role": "user", "content": "The cat"}]) == "The cat"
     assert made.chat_template(True) == chat.source and made.chat_template(False) == ""
-    assert made.tokenizer_name == Evaluated(model=MODEL).tokenizer_name
+    assert made.tokenizer_name == DlmJax(model=MODEL).tokenizer_name
     with pytest.raises(ValueError, match="no chat template"):
-        Evaluated(model=MODEL).apply_chat_template([])
+        DlmJax(model=MODEL).apply_chat_template([])
 
 
 def _chatting(source):
@@ -50,7 +50,7 @@ def _chatting(source):
     network = build(toy.config(vocab_size=tokenizer.vocab_size))
     params = toy.random_params(network)
     chat = ChatTemplate(source, tokenizer)
-    return Evaluated(model=Model(network, params, tokenizer, max_length=96, chat=chat), draws=2)
+    return DlmJax(model=Model(network, params, tokenizer, max_length=96, chat=chat), draws=2)
 
 
 @pytest.mark.parametrize("name", cases.CHATS)
@@ -97,7 +97,7 @@ def test_the_beginning_of_an_answer_is_an_open_turn(name, prefix):
 )
 def test_arguments_are_checked_at_once(arguments, told):
     with pytest.raises(ValueError, match=told):
-        Evaluated(model=MODEL, **arguments)
+        DlmJax(model=MODEL, **arguments)
 
 
 def test_the_harness_finds_the_class_by_its_name():
@@ -106,7 +106,7 @@ def test_the_harness_finds_the_class_by_its_name():
 
     register()
     made = registry.get_model("dlm_jax")
-    assert issubclass(made, Evaluated)
+    assert made is DlmJax
 
 
 @pytest.fixture
@@ -126,35 +126,27 @@ def test_shipped_tasks_are_found_unless_the_caller_has_a_path(harness, tmp_path,
     assert harness.main(["--include_path", str(tmp_path)]) == 0
     (*_, flag, path), theirs = seen
     assert flag == "--include_path" and theirs == ["--include_path", str(tmp_path)]
-    shipped = {"dlm_jax_shakespeare_cloze", "dlm_jax_arithmetic_words"}
     found = importlib.import_module("lm_eval.tasks").TaskManager(
         include_path=path, include_defaults=False
     )
-    assert shipped <= set(found.all_tasks)
+    assert "dlm_jax_shakespeare_cloze" in found.all_tasks
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--tasks", "no_such_task"], "no_such_task"),
-        (["--tasks", "dlm_jax_shakespeare_cloze", "--include_path", "nowhere"], "nowhere"),
-    ],
-)
-def test_what_the_harness_refuses_is_a_line(harness, flags, told, capsys):
+def test_what_the_harness_refuses_is_a_line(harness, capsys):
     with pytest.raises(SystemExit) as stopped:
-        harness.main(["--model", "dlm_jax", *flags])
+        harness.main(["--model", "dlm_jax", "--tasks", "no_such_task"])
     assert stopped.value.code == 2
     (line,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("error: "))
-    assert told in line
+    assert "no_such_task" in line
 
 
 def test_arguments_of_other_models_are_told_and_not_read(capsys):
-    made = Evaluated(model=MODEL)
-    given = {"until": [], "max_gen_toks": 0, "num_beams": 4, "use_cache": True, "min_length": 0}
-    assert made.generate_until([_asked("The", given), _asked("A", given)]) == ["", ""]
+    made = DlmJax(model=MODEL)
+    given = {"until": [], "max_gen_toks": 1, "num_beams": 4, "use_cache": True, "min_length": 0}
+    assert list(map(len, made.generate_until([_asked("The", given), _asked("A", given)]))) == [1, 1]
     assert capsys.readouterr().err.splitlines() == [
         f"{name} is not a setting of dlm_jax; it is ignored"
         for name in ("min_length", "num_beams", "use_cache")
     ]
-    with pytest.raises(ValueError, match="request 1: max_gen_toks=-1"):
+    with pytest.raises(ValueError, match="^max_gen_toks=-1"):
         made.generate_until([_asked("The", given), _asked("A", {"max_gen_toks": -1})])
