@@ -1,4 +1,4 @@
-"""Decisions: the exact probabilities of several labels.
+"""Decisions: the exact probabilities of several labels after a prompt or in it.
 
 The canvas of a label has one hole per token, so labels of different lengths have different
 canvases, and no end token is scored. Tokens are decoded from left to right, each from the canvas
@@ -8,12 +8,9 @@ one-token labels share one forward pass.
 
 from __future__ import annotations
 
-import itertools
-import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +22,8 @@ from dlm_jax.inference.scoring import compiled
 from dlm_jax.objectives.losses import unpredicted
 from dlm_jax.settings import UNSET, SettingError, brief, require
 
-SLOT = re.compile(r"<slot:(\w+)>")
-"""The marker of a named slot in a prompt."""
-
-MOST_JOINT = 4096
-"""Maximum number of combinations of labels, all of which are enumerated."""
-
-Choices = Sequence[str] | Mapping[str, Sequence[str]]
-"""The labels of the slot after the prompt, or the labels of each named slot."""
+SLOT = "<slot>"
+"""The marker of the label's place in a prompt."""
 
 
 @dataclass(frozen=True)
@@ -40,42 +31,29 @@ class Decision:
     """The probabilities of the labels of one prompt.
 
     Attributes:
-      choices: labels by slot name; ``""`` is the slot after the prompt.
-      combinations: the ``C`` combinations of one label per slot.
-      logprobs: float64 ``[C]``, log-probability of each combination in nats. The probabilities can
-        sum to less than 1, because other texts are possible.
-      probabilities: float64 ``[C]``, normalised over the combinations. NaN where the logits of the
-        model are not finite.
-      num_tokens: int ``[C]``, number of tokens in each combination.
+      labels: the ``C`` labels.
+      logprobs: float64 ``[C]``, log-probability of each label in nats. The probabilities can sum to
+        less than 1, because other texts are possible.
+      probabilities: float64 ``[C]``, normalised over the labels. NaN where the logits of the model
+        are not finite.
+      num_tokens: int ``[C]``, number of tokens in each label.
     """
 
-    choices: Mapping[str, tuple[str, ...]]
-    combinations: tuple[tuple[str, ...], ...]
+    labels: tuple[str, ...]
     logprobs: np.ndarray
     probabilities: np.ndarray
     num_tokens: np.ndarray
 
     @property
-    def best(self) -> dict[str, str]:
-        """The label of each slot in the most likely combination; in a tie, in the first one."""
-        return dict(
-            zip(self.choices, self.combinations[np.argmax(self.probabilities)], strict=True)
-        )
-
-    def of(self, slot: str = "") -> dict[str, float]:
-        """Returns the marginal probability of each label of a slot."""
-        known = list(self.choices)
-        require(slot in known, "slot", slot, "is not a slot", f"use one of {', '.join(known)}")
-        place, shares = known.index(slot), dict.fromkeys(self.choices[slot], 0.0)
-        for labels, share in zip(self.combinations, self.probabilities, strict=True):
-            shares[labels[place]] += float(share)
-        return shares
+    def best(self) -> str:
+        """The most likely label; in a tie, the first one."""
+        return self.labels[np.argmax(self.probabilities)]
 
 
 def decide(
     model: Model,
     prompts: str | Sequence[str],
-    choices: Choices | Sequence[Choices],
+    labels: Sequence[str] | Sequence[Sequence[str]],
     *,
     temperature: float = 1.0,
     length_penalty: float = 0.0,
@@ -85,12 +63,11 @@ def decide(
 
     The score of a label is ``log p = sum_i log p(token_i | prompt, the label's tokens before it,
     one hole per remaining token)``, and its probability is the softmax of ``log p / (temperature n
-    ** length_penalty)`` over the choices, where n is the number of tokens in a label. All label
+    ** length_penalty)`` over the labels, where n is the number of tokens in a label. All label
     lengths have the same prior probability, as in infilling with a given length. Each label is
     tokenised separately.
 
-    With named slots, a prompt contains ``<slot:NAME>`` once per slot, with any text between and
-    after the slots. The tokens of all slots are decoded as one label.
+    The label stands after the prompt, or in place of ``<slot>`` in it.
 
     The result of a prompt does not depend on the other prompts. Programs with the same number of
     rows produce bitwise equal results; other programs agree within floating-point tolerance.
@@ -98,8 +75,7 @@ def decide(
     Args:
       model: a model from `dlm_jax.load`, or a custom one.
       prompts: one or more texts.
-      choices: at least two labels, or a mapping from slot names to labels, shared by all prompts or
-        one per prompt.
+      labels: at least two labels, shared by all prompts, or a list of them for each prompt.
       temperature: a number in [1e-6, 1e9); 1 uses the probabilities of the model.
       length_penalty: a number in [0, 2]; 0 uses the probabilities of the model.
       batch_size: maximum number of rows per forward pass. The number of rows of a program is a
@@ -121,117 +97,80 @@ def decide(
             "tokens are scored in holes, but the model was trained with objective.process="
             f"{model.process.name!r}; load a model that fills MASK"
         )
-    is_shared = isinstance(choices, str | Mapping) or all(isinstance(x, str) for x in choices)
-    each: Any = [choices] * len(texts) if is_shared else choices
-    require(len(each) == len(texts), "choices", UNSET, f"are {len(each)} for {len(texts)} prompts")
-    asked = []
-    for place, (text, own) in enumerate(zip(texts, each, strict=True)):
+    is_shared = isinstance(labels, str) or all(isinstance(label, str) for label in labels)
+    each: Any = [labels] * len(texts) if is_shared else labels
+    require(len(each) == len(texts), "labels", UNSET, f"are {len(each)} for {len(texts)} prompts")
+    rows: list[tuple[np.ndarray, range]] = []
+    for number, (text, own) in enumerate(zip(texts, each, strict=True)):
         try:
-            asked.append(_question(model, text, own))
+            rows += _rows(model, text, own)
         except SettingError as error:
-            where = f"prompt {place}: " if len(texts) > 1 else ""
+            where = f"prompt {number}: " if len(texts) > 1 else ""
             raise SettingError(
                 error.name, error.value, error.why, f"{where}{error.remedy}", error.others
             ) from None
-    labels = [list(itertools.product(*one.labels)) for one in asked]
-    rows = [_row(one.parts, own) for one, some in zip(asked, labels, strict=True) for own in some]
-    ends = np.cumsum([len(some) for some in labels])[:-1]
+    ends = np.cumsum([len(own) for own in each])[:-1]
+    sizes = np.split(np.array([len(places) for _, places in rows]), ends)
     scores = np.split(_logprobs(model, rows, batch_size), ends)
     made = []
-    for one, some, own in zip(asked, labels, scores, strict=True):
-        sizes = np.array([sum(map(len, ids)) for ids in some])
-        heated = own / (temperature * np.power(sizes, length_penalty))
+    for own, size, score in zip(each, sizes, scores, strict=True):
+        heated = score / (temperature * np.power(size, length_penalty))
         shares = np.exp(heated - np.logaddexp.reduce(heated))
-        names = tuple(itertools.product(*one.choices.values()))
-        made.append(Decision(one.choices, names, own, shares, sizes))
+        made.append(Decision(tuple(own), score, shares, size))
     return made
 
 
-class _Question(NamedTuple):
-    """The labels of each slot, in the order of the prompt, their ids, and the given ids before,
-    between and after the slots.
-    """
-
-    choices: Mapping[str, tuple[str, ...]]
-    labels: Sequence[Sequence[np.ndarray]]
-    parts: Sequence[np.ndarray]
-
-
-def _question(model: Model, prompt: str, choices: Choices) -> _Question:
-    """Tokenises and validates a prompt and its choices, which are as in `decide`."""
+def _rows(model: Model, prompt: str, labels: Sequence[str]) -> list[tuple[np.ndarray, range]]:
+    """The ids of a prompt with each of the labels, and the positions of the label."""
     encode = model.tokenizer.encode
     require(isinstance(prompt, str), "prompt", prompt, "is not a string", "use a string")
-    if isinstance(choices, Mapping):
-        names = [marker[1] for marker in SLOT.finditer(prompt)]
-        for name in (*names, *choices):
-            if names.count(name) != 1 or name not in choices:
-                raise SettingError(
-                    "choices",
-                    UNSET,
-                    f"and prompt do not agree on the slot {name!r}",
-                    f"write <slot:{name}> once, and pass its labels",
-                )
-        parts = [encode(text) for text in SLOT.split(prompt)[::2]]
-        choices = {name: choices[name] for name in names}
-    else:
-        parts, choices = [encode(prompt), encode("")], {"": choices}
-    parts[0] = np.concatenate([np.array(model.prefix_ids, np.int32), parts[0]])
-    if not len(parts[0]) and not model.network.predicts_first:
+    require(prompt.count(SLOT) < 2, "prompt", UNSET, f"has {SLOT} twice", "write it once")
+    before, behind = (encode(text) for text in prompt.partition(SLOT)[::2])
+    before = np.concatenate([np.array(model.prefix_ids, np.int32), before])
+    if not len(before) and not model.network.predicts_first:
         is_there = bool(model.first_ids)
-        why = "has no text before the first slot, but the model predicts tokens from earlier ones"
+        why = "has no text before the label, but the model predicts tokens from earlier ones"
         require(is_there, "prompt", UNSET, why, "put a text before it")
-        parts[0] = np.array(model.first_ids, np.int32)
-    labels = [_label_ids(model, name, own) for name, own in choices.items()]
-    count = math.prod(map(len, labels))
-    why = f"have {count} combinations, more than {MOST_JOINT}"
-    require(count <= MOST_JOINT, "choices", UNSET, why, "use fewer labels or slots")
-    length = sum(map(len, parts)) + sum(max(map(len, own)) for own in labels)
-    why = f"with its labels has {length} tokens, but the canvas of the model has {model.max_length}"
-    require(length <= model.max_length, "prompt", UNSET, why, "shorten it")
+        before = np.array(model.first_ids, np.int32)
+    ids = _label_ids(model, labels)
+    length, most = len(before) + max(map(len, ids)) + len(behind), model.max_length
+    why = f"with its labels has {length} tokens, but the canvas of the model has {most}"
+    require(length <= most, "prompt", UNSET, why, "shorten it")
     sees_behind = not model.is_causal and not model.network.block_length
-    is_seen = sees_behind or not any(len(part) for part in parts[1:])
-    why = "has text after a slot, which a causal or block-causal model does not attend to"
-    require(is_seen, "prompt", UNSET, why, "use a single slot at the end")
-    return _Question({name: tuple(own) for name, own in choices.items()}, labels, parts)
+    why = f"has text after {SLOT}, which a causal or block-causal model does not attend to"
+    require(sees_behind or not len(behind), "prompt", UNSET, why, "put the label at the end")
+    return [
+        (
+            np.concatenate([before, own, behind]).astype(np.int32),
+            range(len(before), len(before) + len(own)),
+        )
+        for own in ids
+    ]
 
 
-def _label_ids(model: Model, slot: str, labels: Any) -> list[np.ndarray]:
-    """The ids of the labels of a slot, at least two different ones."""
-    where = f"of {slot!r} " if slot else ""
+def _label_ids(model: Model, labels: Any) -> list[np.ndarray]:
+    """The ids of the labels, at least two different ones."""
     is_list = not isinstance(labels, str) and isinstance(labels, Sequence)
-    require(is_list, "choices", labels, f"{where}are not a list of labels")
+    require(is_list, "labels", labels, "are not a list of labels")
     found: dict[bytes, tuple[str, np.ndarray]] = {}
     for label in labels:
         is_text = isinstance(label, str) and label != ""
-        why = f"{where}contains an empty label, or one that is not a string"
-        require(is_text, "choices", labels, why, "remove it")
+        require(is_text, "labels", labels, "have one that is empty or no string", "remove it")
         try:
             ids = model.tokenizer.encode(label)
         except ValueError as error:
-            raise SettingError("choices", label, f"cannot be written: {error}") from None
-        require(ids.size > 0, "choices", label, "has no tokens", "remove it")
+            raise SettingError("labels", label, f"cannot be written: {error}") from None
+        require(ids.size > 0, "labels", label, "has no tokens", "remove it")
         if other := found.get(ids.tobytes()):
-            why = f"{where}has the same tokens as {brief(other[0])}"
-            raise SettingError("choices", label, why, "remove it")
+            why = f"has the same tokens as {brief(other[0])}"
+            raise SettingError("labels", label, why, "remove it")
         found[ids.tobytes()] = label, ids
-    require(len(found) >= 2, "choices", labels, f"{where}has fewer than two labels", "add some")
+    require(len(found) >= 2, "labels", labels, "are fewer than two", "add some")
     return [ids for _, ids in found.values()]
 
 
-def _row(
-    parts: Sequence[np.ndarray], labels: Sequence[np.ndarray]
-) -> tuple[np.ndarray, Sequence[int]]:
-    """The ids of a text with these labels between its parts, and the positions of the labels."""
-    pieces, places, at = [parts[0]], [], len(parts[0])
-    for own, part in zip(labels, parts[1:], strict=True):
-        places += range(at, at + len(own))
-        pieces += [own, part]
-        at += len(own) + len(part)
-    return np.concatenate(pieces).astype(np.int32), places
-
-
 def _logprobs(
-    model: Model, rows: Sequence[tuple[np.ndarray, Sequence[int]]], batch_size: int
+    model: Model, rows: Sequence[tuple[np.ndarray, range]], batch_size: int
 ) -> np.ndarray:
     """The log-probability in nats of the ids at the positions of each row, decoded in order,
     float64 ``[N]``.

@@ -1,7 +1,6 @@
 """Decisions: exact probabilities of labels, as enumeration has them, whatever runs beside them."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -47,9 +46,9 @@ def test_probabilities_are_those_of_enumeration_with_labels_that_begin_others(te
         scores = [_oracle(prompt, label) for label in LABELS]
         np.testing.assert_allclose(made.logprobs, scores, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(
-            list(made.of().values()), _normalised(scores, temperature), rtol=1e-3, atol=1e-6
+            made.probabilities, _normalised(scores, temperature), rtol=1e-3, atol=1e-6
         )
-        assert made.best[""] == LABELS[int(np.argmax(scores))]
+        assert made.best == LABELS[int(np.argmax(scores))]
 
 
 def test_a_length_penalty_divides_by_a_power_of_the_number_of_tokens():
@@ -66,7 +65,7 @@ def test_a_length_penalty_divides_by_a_power_of_the_number_of_tokens():
     short = [
         decide.decide(MODEL, "A ", ["s", "r"], length_penalty=x, batch_size=8)[0] for x in (0, 2)
     ]
-    assert short[0].of() == short[1].of()
+    np.testing.assert_array_equal(short[0].probabilities, short[1].probabilities)
 
 
 def test_a_prompt_is_the_same_bit_for_bit_beside_others_and_labels_may_be_permuted():
@@ -77,9 +76,8 @@ def test_a_prompt_is_the_same_bit_for_bit_beside_others_and_labels_may_be_permut
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
     turned = decide.decide(MODEL, PROMPTS, labels[::-1], batch_size=8)
     for one, other in zip(decide.decide(MODEL, PROMPTS, labels, batch_size=8), turned, strict=True):
-        np.testing.assert_allclose(one.logprobs, other.logprobs[::-1], atol=1e-6)
-        for label, share in one.of().items():
-            assert share == pytest.approx(other.of()[label], abs=1e-6)
+        for name in ("logprobs", "probabilities"):
+            np.testing.assert_allclose(getattr(one, name), getattr(other, name)[::-1], atol=1e-6)
 
 
 def test_labels_of_one_token_take_one_forward_and_beginnings_are_shared(monkeypatch):
@@ -100,53 +98,25 @@ def test_labels_of_one_token_take_one_forward_and_beginnings_are_shared(monkeypa
     assert seen == [2, 1 + 2]
 
 
-def _joint(template, choices):
-    """Scores of all combinations, by the canvas of the whole text."""
-    scores = {}
-    for labels in itertools.product(*choices.values()):
-        pieces = decide.SLOT.split(template)[::2]
-        tokens, hidden = list(TOKENIZER.encode(pieces[0])), []
-        for label, piece in zip(labels, pieces[1:], strict=True):
-            ids = TOKENIZER.encode(label)
-            hidden += range(len(tokens), len(tokens) + len(ids))
-            tokens += [*ids, *TOKENIZER.encode(piece)]
-        total, shown = 0.0, np.array(tokens)
-        for count, place in enumerate(hidden):
-            canvas = shown.copy()
-            canvas[hidden[count:]] = TOKENIZER.mask_id
-            logits = _logits(canvas)[place]
-            logits[TOKENIZER.mask_id] = -np.inf
-            total += logits[tokens[place]] - np.logaddexp.reduce(logits)
-        scores[labels] = total
-    return scores
-
-
-TEMPLATE, SLOTS = "A <slot:who> s<slot:what>.", {"what": ["at", "a"], "who": ["cat", "r", "t"]}
-
-
-def test_slots_are_decided_jointly_with_the_text_between_and_behind_them():
-    (made,) = decide.decide(MODEL, TEMPLATE, SLOTS, batch_size=8)
-    scores = _joint(TEMPLATE, {"who": SLOTS["who"], "what": SLOTS["what"]})
-    assert made.combinations == tuple(scores)
-    np.testing.assert_allclose(made.logprobs, list(scores.values()), rtol=1e-4, atol=1e-4)
-    shares = dict(zip(scores, _normalised(list(scores.values())), strict=True))
-    for slot, place in (("who", 0), ("what", 1)):
-        for label, share in made.of(slot).items():
-            want = sum(p for labels, p in shares.items() if labels[place] == label)
-            assert share == pytest.approx(want, rel=1e-3)
+def test_a_label_in_a_prompt_sees_the_text_behind_it():
+    (made,) = decide.decide(MODEL, "A <slot> sat.", ["cat", "r"], batch_size=8)
+    for label, found in zip(made.labels, made.logprobs, strict=True):
+        tokens, first = TOKENIZER.encode(f"A {label} sat."), 2
+        given = set(range(len(tokens))) - set(range(first, first + len(label)))
+        orders = order_log_probs(_logits, [*tokens], mask_id=TOKENIZER.mask_id, given=given)
+        assert found == pytest.approx(orders[0], abs=1e-4)
 
 
 REFUSED = [
-    ({"choices": ["a", ""]}, "choices=.* contains an empty label"),
-    ({"choices": ["a", "t", "a"]}, "choices='a' has the same tokens as 'a'"),
-    ({"choices": ["a"]}, "choices=.* has fewer than two labels"),
-    ({"choices": "at"}, "choices='at' are not a list"),
-    ({"choices": ["a", "\u00e9"]}, "choices='\u00e9' cannot be written"),
-    ({"choices": {"x": ["a", "t"]}}, "do not agree on the slot 'x'"),
-    ({"prompts": "<slot:x>" * 2, "choices": {"x": ["a", "t"]}}, "do not agree on the slot 'x'"),
+    ({"labels": ["a", ""]}, "labels=.* have one that is empty"),
+    ({"labels": ["a", "t", "a"]}, "labels='a' has the same tokens as 'a'"),
+    ({"labels": ["a"]}, "labels=.* are fewer than two"),
+    ({"labels": "at"}, "labels='at' are not a list"),
+    ({"labels": ["a", "\u00e9"]}, "labels='\u00e9' cannot be written"),
+    ({"prompts": "<slot>" * 2}, "prompt has <slot> twice"),
     ({"prompts": "The " * 9}, "prompt with its labels has 37 tokens"),
     ({"prompts": []}, "prompts are empty"),
-    ({"prompts": ["a"], "choices": [["a", "t"]] * 2}, "choices are 2 for 1 prompts"),
+    ({"prompts": ["a"], "labels": [["a", "t"]] * 2}, "labels are 2 for 1 prompts"),
     ({"temperature": 0}, "temperature=0 is not in "),
     ({"length_penalty": 2.5}, r"length_penalty=2.5 is not in \[0, 2\]"),
     ({"batch_size": 0}, "batch_size=0 must be at least 1"),
@@ -155,24 +125,22 @@ REFUSED = [
 
 @pytest.mark.parametrize(("more", "line"), REFUSED)
 def test_bad_input_is_refused_in_a_line_that_names_it(more, line):
-    asked = {"prompts": "The ", "choices": ["a", "t"]} | more
+    asked = {"prompts": "The ", "labels": ["a", "t"]} | more
     with pytest.raises(ValueError, match=line) as told:
         decide.decide(MODEL, **asked)
     assert "\n" not in str(told.value)
 
 
-def test_labels_follow_the_prefix_of_the_model(monkeypatch):
+@pytest.mark.parametrize("prompt", ["T", "T<slot>."])
+def test_labels_follow_the_prefix_of_the_model(monkeypatch, prompt):
     monkeypatch.setattr(dlm_jax.Model, "prefix_ids", (5,))
-    for prompt, choices, given in (
-        ("T", ["a", "r"], [5, *TOKENIZER.encode("T")]),
-        ("T<slot:x>.", {"x": ["a", "r"]}, [5, *TOKENIZER.encode("T")]),
-    ):
-        model = dataclasses.replace(MODEL)  # without the cached property
-        assert decide._question(model, prompt, choices).parts[0].tolist() == given
+    model = dataclasses.replace(MODEL)  # without the cached property
+    for ids, places in decide._rows(model, prompt, ["a", "r"]):
+        assert ids[: places.start].tolist() == [5, *TOKENIZER.encode("T")]
 
 
 def test_a_prompt_without_text_is_refused_where_the_model_predicts_no_first_token(monkeypatch):
     monkeypatch.setattr(dlm_jax.Model, "first_ids", ())
     network = dataclasses.replace(MODEL.network, predicts_first=False)
-    with pytest.raises(ValueError, match="^prompt has no text before the first slot"):
+    with pytest.raises(ValueError, match="^prompt has no text before the label"):
         decide.decide(dataclasses.replace(MODEL, network=network), "", ["a", "t"])
