@@ -75,12 +75,10 @@ def serving(
     """A server that listens."""
     engine = Engine(model, sizes=sizes, max_waiting=None)
     sock = listening("127.0.0.1", 0)
-    ready = threading.Event()
     app = make_app(AsyncEngine(engine), Options(name="toy", **options))
-    server = Server(app, sock, drain=drain, listens=ready.set)
-    thread = threading.Thread(target=server.answer, daemon=True)
+    server = Server(app, drain=drain)
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
-    assert ready.wait(30)
     try:
         yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, server)
     finally:
