@@ -70,7 +70,7 @@ def client_of(running: Running, key: str = "none") -> openai.OpenAI:
 
 @contextlib.contextmanager
 def serving(
-    model: Model = MODEL, *, drain: float = 10, sizes: tuple[int, ...] = (SLOTS,), **options,
+    model: Model = MODEL, *, drain: int = 10, sizes: tuple[int, ...] = (SLOTS,), **options,
 ) -> Iterator[Running]:  # fmt: skip
     """A server that listens."""
     engine = Engine(model, sizes=sizes, max_waiting=None)

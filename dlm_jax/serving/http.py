@@ -267,7 +267,7 @@ class Server(uvicorn.Server):
     `listening`.
     """
 
-    def __init__(self, app: Starlette, *, drain: float):
+    def __init__(self, app: Starlette, *, drain: int):
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -276,7 +276,7 @@ class Server(uvicorn.Server):
             lifespan="on",
             limit_concurrency=_CONNECTIONS,
             timeout_keep_alive=20,
-            timeout_graceful_shutdown=max(1, round(drain)),
+            timeout_graceful_shutdown=drain,
         )
         super().__init__(config)
 

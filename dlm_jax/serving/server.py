@@ -12,10 +12,8 @@ JSON object per line.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import math
 import os
 import re
 import socket
@@ -54,16 +52,6 @@ from dlm_jax.settings import Rule
 _HOSTS = ("127.0.0.1", "[::1]", "localhost")
 
 
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number") from None
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text[:40]} is not a positive number of seconds")
-    return value
-
-
 def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.serve", description=__doc__)
     add: Callable[..., object] = parser.add_argument
@@ -86,9 +74,9 @@ def make_parser() -> Parser:
     add("--max-rows", type=COUNT, default=128, metavar="N", help="maximum rows of a request (128)")
     add("--max-steps", type=COUNT, default=4096, metavar="N", help="maximum steps of a row (4096)")
     most = "maximum seconds per answer, including waiting (600)"
-    add("--max-seconds", type=seconds, default=600.0, metavar="S", help=most)
+    add("--max-seconds", type=COUNT, default=600, metavar="S", help=most)
     drain = "maximum seconds that a stopped server waits for running requests (30)"
-    add("--drain", type=seconds, default=30.0, metavar="S", help=drain)
+    add("--drain", type=COUNT, default=30, metavar="S", help=drain)
     warm = "compile programs when requests need them, not those of ordinary requests at startup"
     add("--no-warm-up", action="store_true", help=warm)
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
