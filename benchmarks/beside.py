@@ -66,7 +66,7 @@ EQUAL: dict[str, Settings] = {
     "critic": {"remask": "scheduled", "remask_by": "critic", "remask_start": 0.3},
     **{rule: {"order": "ancestral_remdm", "fill": "parallel", "remask": rule,
               "rules": "dlm_jax.contrib.remdm"}
-       for rule in ("remdm_cap", "remdm_rescale", "remdm_conf")},
+       for rule in ("remdm_cap", "remdm_conf")},
     "re-noise": _RANDOM | {"renoise": "random", "renoise_start": 0.3, "resample": True,
                            "schedule": "all"},
     "edits": _RANDOM | _EDITS | {"insert_ratio_start": 0.3, "delete_ratio_start": 0.2},

@@ -17,9 +17,8 @@ _CONTRIB = {
         remask=wino verify_threshold
     """,
     "remdm": """
-        order=ancestral_remdm remask=remdm_cap remask=remdm_conf remask=remdm_rescale remask_eta
+        order=ancestral_remdm remask=remdm_cap remask=remdm_conf remask_eta
     """,
-    "edits": "edit_scoring=lead",
     "speculative": "fill=speculative",
     "constrained_waves": "fill=constrained_waves",
     "drafts": "order=drafted cache=drafts draft_by draft_confidence draft_length draft_verified",
@@ -28,7 +27,7 @@ _CONTRIB = {
 _HOMES = {name: home for home, names in _CONTRIB.items() for name in names.split()}
 _ADVICE = {
     "policy optimisation is in dlm_jax.contrib.rl (docs/reinforcement.md)": "reward rl",
-    "it is a setting of python -m dlm_jax.contrib.distillation": """
+    "it was removed; python -m dlm_jax.contrib.distillation distils (docs/contrib.md)": """
         certainty_draws certainty_share certainty_steps certainty_temperature certainty_weight
         sdtt_share sdtt_steps sdtt_teacher_steps teacher
     """,
@@ -44,6 +43,8 @@ _ADVICE = {
     "it was removed; the schedule is cosine": "renoise_schedule",
     "it was removed; use cache=dual": "cache=prefix",
     "it was removed; use cache_refresh": "cache_margin",
+    "it was removed; use edit_scoring=likelihood": "edit_scoring=lead",
+    "it was removed; use remask=remdm_cap": "remask=remdm_rescale",
     "it was removed; use length_target_mode=to_max_new": "length_target_mode=exact",
     "it was removed; use order=threshold": "factor order=factor",
     "it was removed; use top_p": "sampler_top_p",

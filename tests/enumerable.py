@@ -61,6 +61,14 @@ def log_policy(params: Params, canvas: tuple[int, ...]) -> jax.Array:
     return jax.nn.log_softmax(logits / TEMPERATURE, axis=-1)
 
 
+def log_law(params: Params, canvas: tuple[int, ...], ids: Any = None) -> np.ndarray:
+    """``ln p`` at each position of a canvas, of all ids, of which MASK has none, or of some."""
+    logits = np.array(params["table"], np.float64)[int(code(np.array(canvas)))]
+    logits[:, MASK] = -np.inf
+    logits = logits if ids is None else logits[:, list(ids)]
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
 def probability(params: Params, text: tuple[int, ...], canvas: tuple[int, ...]) -> jax.Array:
     """Of a text from a canvas on, in random order: two holes of three, and then the last."""
     holes = [i for i in range(LENGTH) if canvas[i] == MASK]

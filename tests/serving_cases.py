@@ -70,17 +70,15 @@ def client_of(running: Running, key: str = "none") -> openai.OpenAI:
 
 @contextlib.contextmanager
 def serving(
-    model: Model = MODEL, *, drain: float = 10, sizes: tuple[int, ...] = (SLOTS,), **options,
+    model: Model = MODEL, *, drain: int = 10, sizes: tuple[int, ...] = (SLOTS,), **options,
 ) -> Iterator[Running]:  # fmt: skip
     """A server that listens."""
     engine = Engine(model, sizes=sizes, max_waiting=None)
     sock = listening("127.0.0.1", 0)
-    ready = threading.Event()
     app = make_app(AsyncEngine(engine), Options(name="toy", **options))
-    server = Server(app, sock, drain=drain, listens=ready.set)
-    thread = threading.Thread(target=server.answer, daemon=True)
+    server = Server(app, drain=drain)
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
-    assert ready.wait(30)
     try:
         yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, server)
     finally:

@@ -24,7 +24,7 @@ from dlm_jax.sampling.rule_tools import (
     put,
     right_of,
 )
-from dlm_jax.settings import SettingError
+from dlm_jax.settings import require
 
 
 @rule
@@ -54,13 +54,9 @@ class ConstrainedWaves(Constrained):
     def check(cls, row: Any) -> None:
         super().check(row)
         commit = row.table.commit[row.order]
-        if commit.init is not CommitRule.init:
-            raise SettingError(
-                "order",
-                row.order,
-                f"stores values of the LM head, but fill={cls.name!r} draws from the sampler head",
-                "for example, use order='threshold'",
-            )
+        why = f"stores values of the LM head, but fill={cls.name!r} draws from the sampler head"
+        has_state = commit.init is not CommitRule.init
+        require(not has_state, "order", row.order, why, "for example, use order='threshold'")
 
     @classmethod
     def columns(cls, rows: Sequence[Any], facts: Any) -> Any:

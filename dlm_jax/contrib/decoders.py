@@ -27,12 +27,10 @@ from dlm_jax.sampling.rule_tools import (
     CONFIDENCE,
     SCHEDULE,
     THRESHOLD,
-    THRESHOLD_LEAST,
     Confident,
     Measure,
     Quota,
     QuotaRule,
-    choose,
     exceeds,
     linear_quota,
     log_odds,
@@ -41,7 +39,7 @@ from dlm_jax.sampling.rule_tools import (
     place_of_largest,
     reaches,
 )
-from dlm_jax.settings import SettingError, check_ids
+from dlm_jax.settings import SettingError, check_ids, require
 
 __all__ = [
     "Credit",
@@ -61,6 +59,12 @@ __all__ = [
 Returned = tuple[jax.Array, Any]
 
 
+class _Decoder(Confident):
+    """A rule that compares holes by their confidence, without random choices."""
+
+    log_prob = certain
+
+
 def _number(name: str, default: float, about: str, **limits: Any) -> Any:
     """A field with one value per row."""
     return per_row(Setting(name, default, about, **limits))
@@ -71,13 +75,18 @@ def _share(name: str, default: float, about: str) -> Any:
     return _number(name, default, about, low=0.0, high=1.0)
 
 
+def _surest(context: CommitContext, proposal: Proposal) -> jax.Array:
+    """True at the most confident hole of each row."""
+    return most_confident(context, proposal, jnp.ones_like(context.step_B))
+
+
 def reached(confidence_BL: jax.Array, threshold_B: jax.Array) -> jax.Array:
     """True where the confidence, in log-odds, is at or above that of the threshold."""
     return reaches(confidence_BL, log_odds_of(threshold_B)[:, None], 1.0)
 
 
 @rule
-class Frechet(Confident):
+class Frechet(_Decoder):
     """Commits the most confident holes with ``L_n - U_n > delta``, and at least one hole.
 
     ``L_n = max(0, sum of c_j up to n, minus (n - 1))`` is a lower bound on the joint probability of
@@ -88,7 +97,6 @@ class Frechet(Confident):
     """
 
     about = "holes with a high lower bound on their joint probability"
-    log_prob = certain
 
     margin_B: jax.Array = _number(
         "frechet_margin",
@@ -113,7 +121,7 @@ class Frechet(Confident):
 
 
 @rule
-class LocalLeap(Confident):
+class LocalLeap(_Decoder):
     """Commits anchors, which are holes with confidence >= tau, and holes with confidence >= tau'
     within W positions of an anchor.
 
@@ -122,7 +130,6 @@ class LocalLeap(Confident):
     """
 
     about = "confident holes, and less confident ones near them"
-    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     relaxed_B: jax.Array = _share(
@@ -137,7 +144,6 @@ class LocalLeap(Confident):
         "order=local_leap: maximum distance from a hole that reaches threshold",
         low=0,
     )
-    least_B: jax.Array = per_row(THRESHOLD_LEAST)
     confidence: Measure = static(CONFIDENCE)
 
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
@@ -152,11 +158,11 @@ class LocalLeap(Confident):
         anchors_BL = jnp.take_along_axis(upto_BL, end_BL, axis=1)
         anchors_BL -= jnp.take_along_axis(upto_BL, first_BL, axis=1)
         is_near_BL = is_hole_BL & (anchors_BL > 0) & reached(sure_BL, self.relaxed_B)
-        return is_anchor_BL | is_near_BL | most_confident(context, proposal, self.least_B), state
+        return is_anchor_BL | is_near_BL | _surest(context, proposal), state
 
 
 @rule
-class Hierarchical(Confident):
+class Hierarchical(_Decoder):
     """Commits holes with confidence >= threshold, and the most confident hole of each run.
 
     Each step thus splits every run in two, so a run of n holes can take only about ``log2(n)``
@@ -165,7 +171,6 @@ class Hierarchical(Confident):
     """
 
     about = "the most confident hole of each run of holes, and all holes above the threshold"
-    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     floor_B: jax.Array = _share(
@@ -183,8 +188,7 @@ class Hierarchical(Confident):
         is_best_BL &= preference_BL == _most_of_run(preference_BL, is_hole_BL, 0)
         is_best_BL &= reached(sure_BL, self.floor_B)
         is_sure_BL = is_hole_BL & reached(sure_BL, self.threshold_B)
-        surest_BL = most_confident(context, proposal, jnp.ones_like(context.step_B))
-        return is_best_BL | is_sure_BL | surest_BL, state
+        return is_best_BL | is_sure_BL | _surest(context, proposal), state
 
 
 def _most_of_run(x_BL: jax.Array, is_in_BL: jax.Array, least: float) -> jax.Array:
@@ -248,26 +252,19 @@ _RAREST = 1e-10
 
 
 def _shares(value: Any) -> tuple[tuple[int, float], ...]:
-    """The pairs in a mapping or in a sequence of pairs."""
+    """The pairs in a mapping, or those that are its result."""
     try:
-        pairs = value.items() if isinstance(value, Mapping) else value
-        found = tuple((int(id_), float(share)) for id_, share in pairs)
+        found = tuple((int(id_), float(share)) for id_, share in dict(value).items())
     except (TypeError, ValueError, OverflowError):
         raise SettingError("common_ids", value, "is not a mapping", "use {12: 0.05}") from None
-    if any(share < 0 for _, share in found) or not sum(share for _, share in found) <= 1:
-        raise SettingError(
-            "common_ids",
-            value,
-            "has a negative frequency, or frequencies with a sum above 1",
-            "use {}",
-        )
-    if len({id_ for id_, _ in found}) < len(found):
-        raise SettingError("common_ids", value, "names an id twice", "add up its shares")
+    is_law = all(share >= 0 for _, share in found) and sum(share for _, share in found) <= 1
+    why = "has a negative frequency, or frequencies with a sum above 1"
+    require(is_law, "common_ids", value, why, "use {}")
     return found
 
 
 @rule
-class PositionAware(Confident):
+class PositionAware(_Decoder):
     """Commits a quota of holes with the highest ``exp(-lambda i) min(-p ln f, alpha)``.
 
     Here i is the index of the position, p is the probability of its candidate, and f is the
@@ -275,7 +272,6 @@ class PositionAware(Confident):
     """
 
     about = "a quota of the holes, ranked by position, probability and token rarity"
-    log_prob = certain
 
     decay_B: jax.Array = _number(
         "position_decay",
@@ -334,7 +330,7 @@ _WIDEST_GAP = 30.0
 
 
 @rule
-class Prophet(Confident):
+class Prophet(_Decoder):
     """Commits a quota of the most confident holes, or all holes if the mean gap reaches
     ``tau(progress)``.
 
@@ -344,7 +340,6 @@ class Prophet(Confident):
     """
 
     about = "a quota of the most confident holes, or all holes when their predictions are clear"
-    log_prob = certain
 
     gap_B: jax.Array = _number(
         "prophet_gap",
@@ -358,13 +353,8 @@ class Prophet(Confident):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        if row.resample:
-            raise SettingError(
-                "resample",
-                True,
-                "does not support the quota of order='prophet'",
-                "use order='threshold'",
-            )
+        why = "does not support the quota of order='prophet'"
+        require(not row.resample, "resample", True, why, "use order='threshold'")
 
     def init(self, num_rows: int, num_positions: int) -> Any:
         return jnp.zeros((num_rows, num_positions), jnp.float32)
@@ -404,7 +394,7 @@ class LastPrediction(NamedTuple):
 
 
 @rule
-class Klass(Confident):
+class Klass(_Decoder):
     """Commits the holes with ``max p > tau`` and ``KL(p_t, p_{t-1}) < epsilon`` for n steps.
 
     If no hole meets both conditions, the most confident one is committed (Kim et al. 2025, KLASS,
@@ -415,7 +405,6 @@ class Klass(Confident):
 
     about = "confident holes with stable predictions"
     confidence = staticmethod(maximum)
-    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     divergence_B: jax.Array = _number(
@@ -432,7 +421,6 @@ class Klass(Confident):
         "order=klass: number of consecutive steps for which a prediction must be stable",
         low=0,
     )
-    least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
     def init(self, num_rows: int, num_positions: int) -> Any:
         shape = (num_rows, num_positions, LEADING)
@@ -458,7 +446,7 @@ class Klass(Confident):
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         is_ready_BL = context.is_hole_BL & (state.steps >= self.steps_B[:, None])
         is_ready_BL &= exceeds(proposal.confidence_BL, log_odds_of(self.threshold_B)[:, None], 1.0)
-        surest_BL = most_confident(context, proposal, self.least_B)
+        surest_BL = _surest(context, proposal)
         return jnp.where(jnp.any(is_ready_BL, axis=1, keepdims=True), is_ready_BL, surest_BL), state
 
 
@@ -479,7 +467,7 @@ KEPT = 4
 
 
 @rule
-class Credit(Confident):
+class Credit(_Decoder):
     """Commits holes with confidence >= threshold under ``softmax(x + alpha ln(1 + C))``.
 
     If no hole reaches the threshold, the most confident one is committed. The confidence of a hole
@@ -490,7 +478,6 @@ class Credit(Confident):
 
     about = "holes above the threshold, with a bonus for persistent predictions"
     confidence = staticmethod(maximum)
-    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     weight_B: jax.Array = _number(
@@ -510,7 +497,6 @@ class Credit(Confident):
         low=0.0,
         high=1e3,
     )
-    least_B: jax.Array = per_row(THRESHOLD_LEAST)
 
     def init(self, num_rows: int, num_positions: int) -> Any:
         shape = (num_rows, num_positions, KEPT)
@@ -551,11 +537,11 @@ class Credit(Confident):
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
         is_sure_BL = reached(proposal.confidence_BL, self.threshold_B)
         is_sure_BL &= context.is_hole_BL
-        return is_sure_BL | most_confident(context, proposal, self.least_B), state
+        return is_sure_BL | _surest(context, proposal), state
 
 
 @rule
-class Dawn(Confident):
+class Dawn(_Decoder):
     """Commits confident holes, holes that depend on an anchor, and holes that do not conflict.
 
     The minimum confidences of these holes are ``tau_high``, ``tau_induced`` and ``tau_low``. A
@@ -568,7 +554,6 @@ class Dawn(Confident):
 
     about = "confident holes, and holes selected by their attention to other positions"
     needs = ("attention:4", "candidates")
-    log_prob = certain
 
     high_B: jax.Array = per_row(THRESHOLD)
     induced_B: jax.Array = _share(
@@ -592,7 +577,6 @@ class Dawn(Confident):
         0.02,
         "order=dawn: positions that receive more than this mean attention are sinks",
     )
-    least_B: jax.Array = per_row(THRESHOLD_LEAST)
     confidence: Measure = static(CONFIDENCE)
 
     def init(self, num_rows: int, num_positions: int) -> Any:
@@ -616,7 +600,7 @@ class Dawn(Confident):
         def with_next(sets: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             is_taken_BL, is_left_BL = sets
             is_next_BL = most(
-                sure_BL, is_left_BL, jnp.ones_like(self.least_B), context.preference_BL, 1.0
+                sure_BL, is_left_BL, jnp.ones_like(context.step_B), context.preference_BL, 1.0
             )
             is_left_BL &= ~is_next_BL & ~_any_of(conflicts_BLL, is_next_BL)
             return is_taken_BL | is_next_BL, is_left_BL
@@ -624,7 +608,7 @@ class Dawn(Confident):
         is_taken_BL, _ = jax.lax.while_loop(
             lambda sets: jnp.any(sets[1]), with_next, (is_taken_BL, is_left_BL)
         )
-        return is_taken_BL | most_confident(context, proposal, self.least_B), state
+        return is_taken_BL | _surest(context, proposal), state
 
     def _dependences(self, attention_BLL: jax.Array) -> jax.Array:
         """True where a position (axis 1) depends on another (axis 2)."""
@@ -643,21 +627,8 @@ def _any_of(pairs_BLL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
     return jnp.any(pairs_BLL & is_in_BL[:, None], axis=2)
 
 
-class Cycle(NamedTuple):
-    """The phase of each row: the span, the end proposed by the last slow step, and the number of
-    slow steps taken.
-
-    ``end_B`` is 0 until slow steps have determined the end. All fields are int32 ``[B]``.
-    """
-
-    begin_B: jax.Array
-    end_B: jax.Array
-    seen_B: jax.Array
-    slow_B: jax.Array
-
-
 @rule
-class SlowFast(Confident):
+class SlowFast(_Decoder):
     """Commits holes with confidence >= threshold within a span determined by slow steps.
 
     A slow step considers all holes after the previous span. The step commits those with confidence
@@ -668,7 +639,6 @@ class SlowFast(Confident):
     """
 
     about = "confident holes within a span that slow steps determine"
-    log_prob = certain
 
     threshold_B: jax.Array = per_row(THRESHOLD)
     reach_B: jax.Array = _share(
@@ -694,61 +664,49 @@ class SlowFast(Confident):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        if row.edits:
-            raise SettingError(
-                "edit", True, "changes the span of order='slow_fast'", "use order='threshold'"
-            )
+        why = "changes the span of order='slow_fast'"
+        require(not row.edits, "edit", True, why, "use order='threshold'")
 
     def init(self, num_rows: int, num_positions: int) -> Any:
-        return Cycle(*(jnp.zeros(num_rows, jnp.int32) for _ in Cycle._fields))
+        """int32 ``[B]`` each: the start and the end of the span, the end that the last slow step
+        proposed, and the number of slow steps. The end is 0 until slow steps have determined it.
+        """
+        return tuple(jnp.zeros(num_rows, jnp.int32) for _ in range(4))
 
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> Returned:
-        cycle, sure_BL = _at_block(state, context), proposal.confidence_BL
-        scope_BL = self._scope(cycle, context)
-        is_sure_BL = scope_BL & reached(sure_BL, self.threshold_B)
-        is_chosen_BL = is_sure_BL | most(
+        sure_BL, is_hole_BL = proposal.confidence_BL, context.is_hole_BL
+        place_1L = jnp.arange(is_hole_BL.shape[1])[None]
+        # A block starts with a slow step at its first hole.
+        is_first_B = context.step_B == 0
+        begin_B, end_B, seen_B, slow_B = (jnp.where(is_first_B, 0, x_B) for x_B in state)
+        begin_B = jnp.where(is_first_B, place_of_largest(is_hole_BL), begin_B)
+
+        # Commit in the span or, while its end is unknown, behind its start.
+        begin_B1, end_B1 = begin_B[:, None], end_B[:, None]
+        scope_BL = is_hole_BL & (place_1L >= begin_B1) & ((place_1L < end_B1) | (end_B1 == 0))
+        scope_BL = jnp.where(jnp.any(scope_BL, axis=1, keepdims=True), scope_BL, is_hole_BL)
+        is_chosen_BL = scope_BL & reached(sure_BL, self.threshold_B)
+        is_chosen_BL |= most(
             sure_BL, scope_BL, jnp.ones_like(context.step_B), context.preference_BL, 1.0
         )
-        return is_chosen_BL, self._next(cycle, context, proposal, is_chosen_BL)
 
-    def _next(
-        self, cycle: Cycle, context: CommitContext, proposal: Proposal, is_committed_BL: jax.Array
-    ) -> Cycle:
-        """The phase of each row after the step."""
-        place_1L = jnp.arange(is_committed_BL.shape[1])[None]
-        is_far_BL = self._scope(cycle, context) & reached(proposal.confidence_BL, self.reach_B)
-        seen_B = jnp.max(jnp.where(is_far_BL, place_1L, cycle.begin_B[:, None]), axis=1) + 1
-        slow_B, is_slow_B = cycle.slow_B + 1, cycle.end_B == 0
-        # The deviation of two numbers from their mean is half of their distance.
-        is_stable_B = (slow_B > 1) & (jnp.abs(seen_B - cycle.seen_B) < 2.0 * self.spread_B)
-        mean_B = jnp.where(slow_B > 1, (seen_B + cycle.seen_B) // 2, seen_B)
-        found_B = jnp.where(is_stable_B, seen_B, jnp.where(slow_B >= self.steps_B, mean_B, 0))
-        end_B = jnp.where(is_slow_B, found_B, cycle.end_B)
-        is_left_BL = context.is_hole_BL & ~is_committed_BL & (place_1L >= cycle.begin_B[:, None])
+        # Slow steps propose an end. The deviation of two numbers from their mean is half of their
+        # distance.
+        is_far_BL = scope_BL & reached(sure_BL, self.reach_B)
+        new_B = jnp.max(jnp.where(is_far_BL, place_1L, begin_B1), axis=1) + 1
+        is_slow_B = end_B == 0
+        slow_B = jnp.where(is_slow_B, slow_B + 1, slow_B)
+        is_stable_B = (slow_B > 1) & (jnp.abs(new_B - seen_B) < 2.0 * self.spread_B)
+        mean_B = jnp.where(slow_B > 1, (new_B + seen_B) // 2, new_B)
+        found_B = jnp.where(is_stable_B, new_B, jnp.where(slow_B >= self.steps_B, mean_B, 0))
+        end_B = jnp.where(is_slow_B, found_B, end_B)
+        seen_B = jnp.where(is_slow_B, new_B, seen_B)
+
+        # The next span starts behind a span without holes.
+        is_left_BL = is_hole_BL & ~is_chosen_BL & (place_1L >= begin_B1)
         is_over_B = (end_B > 0) & ~jnp.any(is_left_BL & (place_1L < end_B[:, None]), axis=1)
-        return Cycle(
-            jnp.where(is_over_B, end_B, cycle.begin_B),
-            jnp.where(is_over_B, 0, end_B),
-            jnp.where(is_slow_B, seen_B, cycle.seen_B),
-            jnp.where(is_over_B, 0, jnp.where(is_slow_B, slow_B, cycle.slow_B)),
-        )
-
-    def _scope(self, cycle: Cycle, context: CommitContext) -> jax.Array:
-        """The holes of the span or, while its end is unknown, all holes from its start; all holes
-        of the block if the span has none.
-        """
-        is_hole_BL = context.is_hole_BL
-        place_1L = jnp.arange(is_hole_BL.shape[1])[None]
-        begin_B1, end_B1 = cycle.begin_B[:, None], cycle.end_B[:, None]
-        scope_BL = is_hole_BL & (place_1L >= begin_B1) & ((place_1L < end_B1) | (end_B1 == 0))
-        return jnp.where(jnp.any(scope_BL, axis=1, keepdims=True), scope_BL, is_hole_BL)
-
-
-def _at_block(cycle: Cycle, context: CommitContext) -> Cycle:
-    """The phase of each row, reset to the first hole at the first step of a block."""
-    first_B = place_of_largest(context.is_hole_BL)
-    fresh = Cycle(first_B, 0 * first_B, 0 * first_B, 0 * first_B)
-    return choose(context.step_B == 0, fresh, cycle)
+        begin_B, end_B = jnp.where(is_over_B, end_B, begin_B), jnp.where(is_over_B, 0, end_B)
+        return is_chosen_BL, (begin_B, end_B, seen_B, jnp.where(is_over_B, 0, slow_B))
 
 
 @rule

@@ -18,16 +18,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from os import PathLike
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-import dlm_jax.config
-from dlm_jax import Network, load
+from dlm_jax import Network
 from dlm_jax.contrib import loops
 from dlm_jax.objectives.corruption import mask_independently, stratified_times
 from dlm_jax.objectives.losses import Loss, at_positions
@@ -179,12 +176,10 @@ class DistillationSettings:
     """Settings of distillation.
 
     Attributes:
-      teacher: run, weights file or shipped model; empty: the initial parameters.
       steps: number of sampling steps of the student.
       teacher_steps: number of teacher steps per student step.
     """
 
-    teacher: str = ""
     steps: int = 16
     teacher_steps: int = 2
 
@@ -202,34 +197,23 @@ def distil(
     """Trains the model of a config on a teacher's texts, and returns its parameters; see `loops`.
 
     Args:
-      config: a config, or the path of a TOML file; ``train.init_from`` is the student.
-      settings: the teacher, and the steps.
+      config: a config, or the path of a TOML file; ``train.init_from`` is the teacher, as which the
+        student begins.
+      settings: the steps.
       report: called with one-line messages.
     """
     settings = settings or DistillationSettings()
-    if isinstance(config, str | PathLike):
-        config = dlm_jax.config.load(str(config))
-    train, kind = config.train, config.model.attention_type
-    begins = settings.teacher or train.init_from
-    require(bool(begins), "teacher", settings.teacher, "is empty", "name it, or train.init_from")
-    require(kind == "bidirectional", "model.attention_type", kind, "has no steps", "use another")
     task = problem(config, report=report)
     config, tokenizer, mask_id = task.config, task.tokenizer, task.tokenizer.mask_id
+    train, kind = config.train, config.model.attention_type
+    require(bool(train.init_from), "train.init_from", "", "is empty", "name the teacher")
+    require(kind == "bidirectional", "model.attention_type", kind, "has no steps", "use another")
     network, optimizer = task.network, task.optimizer()
     banned_ids = (*tokenizer.banned_ids, tokenizer.pad_id)
     sizes = {"steps": settings.steps, "teacher_steps": settings.teacher_steps}
     init_key, noise_key = jax.random.split(key_of(train.seed))
     params = task.start(init_key, report)
     teacher = jax.tree.map(jnp.copy, params)
-    if settings.teacher:
-        is_same = load(settings.teacher).tokenizer.to_json() == tokenizer.to_json()
-        require(is_same, "teacher", settings.teacher, "has another vocabulary", "use another")
-        begins = dataclasses.replace(config.train, init_from=settings.teacher, ignore_config=())
-        of_teacher = dataclasses.replace(task, config=dataclasses.replace(config, train=begins))
-        try:
-            teacher = of_teacher.start(init_key, report)
-        except ValueError as error:
-            raise ValueError(f"teacher: {error}") from None
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: loops.LoopState, teacher: Params, batch: Batch, key: jax.Array) -> Any:
@@ -246,29 +230,18 @@ def distil(
         value, grads = jax.value_and_grad(mean)(state.params)
         return state.updated(optimizer, grads), {"loss": value}
 
-    batches: list[Iterator[Batch]] = []
-
-    def take_step(state: loops.LoopState, step: int) -> Any:
-        if not batches:
-            batches.append(task.batches(step))
-        return update(state, teacher, next(batches[0]), jax.random.fold_in(noise_key, step))
+    def take_step(state: loops.LoopState, batch: Batch, step: int) -> Any:
+        return update(state, teacher, batch, jax.random.fold_in(noise_key, step))
 
     state = loops.LoopState(params, optimizer.init(params))
     return loops.run(task, state, take_step, settings=settings, report=report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code: 2 for input that it refuses."""
-    name = "python -m dlm_jax.contrib.distillation"
-    parser = argparse.ArgumentParser(prog=name, description="Distils a model to fewer steps.")
-    loops.add_settings(parser, DistillationSettings)
-    args = parser.parse_args(argv)
-    try:
-        distil(*loops.settings_of(args, DistillationSettings))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    def train(args: argparse.Namespace, config: Any, settings: DistillationSettings) -> None:
+        distil(config, settings)
+
+    return loops.program(argv, "distillation", DistillationSettings, train)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from dlm_jax import (
     Counters,
     FillRule,
     KVCache,
-    LogitTransform,
     Setting,
     Wavefront,
     per_row,
@@ -23,7 +22,7 @@ from dlm_jax import (
     static,
 )
 from dlm_jax.contrib.drafter import Drafter, Params
-from dlm_jax.contrib.speculative import accept, chain_probabilities
+from dlm_jax.contrib.speculative import accept, chain_probabilities, check_chain
 from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.commit import CommitContext, Proposal
 from dlm_jax.sampling.forward import forward
@@ -48,7 +47,7 @@ from dlm_jax.sampling.state import (
     visible_context,
 )
 from dlm_jax.sampling.transforms import At, Context
-from dlm_jax.settings import UNSET, SettingError, require, require_values
+from dlm_jax.settings import require, require_values
 
 _SALT, _DRAFT_SALT = 0x76657269, 0x64726674
 _NEEDS: dict[str, tuple[Any, ...]] = {
@@ -216,13 +215,7 @@ class Drafted(CommitRule):
         why = "follows the steps, of which order='drafted' takes fewer"
         is_constant = row.temperature_end in (-1, row.temperature)
         require(is_constant, "temperature_end", row.temperature_end, why, "leave it at its default")
-        for transform in row.table.chained(row):
-            if transform.init is not LogitTransform.init and transform.is_used(row):
-                name = next((s.name for s in transform.settings() if s.activates), transform.name)
-                why = (
-                    "depends on the tokens of the same step, which order='drafted' verifies at once"
-                )
-                raise SettingError(name, getattr(row, name, UNSET), why, "leave it at its default")
+        check_chain(row, "order='drafted'")
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:

@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,8 @@ import optax
 import orbax.checkpoint as ocp
 
 import dlm_jax.config
-from dlm_jax.settings import SettingError, require
-from dlm_jax.training import Task
+from dlm_jax.settings import require
+from dlm_jax.training import Batch, Task
 
 Params = dict[str, Any]
 MODEL, METRICS = "model.safetensors", "metrics.jsonl"
@@ -48,7 +48,7 @@ def say(line: str) -> None:
 def run(
     task: Task,
     state: LoopState,
-    take_step: Callable[[LoopState, int], tuple[LoopState, dict[str, Any]]],
+    take_step: Callable[[LoopState, Batch, int], tuple[LoopState, dict[str, Any]]],
     *,
     settings: Any,
     stride: int = 1,
@@ -60,9 +60,9 @@ def run(
     Args:
       task: the training, whose config has the intervals in ``[train]``.
       state: state before the first step.
-      take_step: ``(state, step) -> (state, metrics)``, for a step counted from 0.
+      take_step: ``(state, batch, step) -> (state, metrics)``, for a step counted from 0.
       settings: a dataclass; a run continues only with the same settings and config.
-      stride: number of steps that one call of `take_step` takes.
+      stride: number of steps that one call of `take_step` takes, with one batch.
       evaluate: ``(params) -> metrics``, called every ``train.eval_every`` steps and at the end.
       report: called with one line per record of the metrics.
 
@@ -89,8 +89,9 @@ def run(
             shown = ", ".join(f"{name} {value:.4g}" for name, value in list(line.items())[2:])
             report(f"step {step}: {shown}")
 
+        batches = task.batches(first // stride)
         for step in range(first, train.steps, stride):
-            state, figures = take_step(state, step)
+            state, figures = take_step(state, next(batches), step)
             done = step + stride
 
             def is_due(every: int, step: int = step, done: int = done) -> bool:
@@ -120,21 +121,13 @@ def _check_same(out_dir: Path, config: Any, settings: Any) -> None:
         is_read = key not in unread and key[:5] != "mesh."
         require(is_read, key, value, "is not supported by this loop", "leave it out")
     here = dlm_jax.config.to_dict(config) | {"loop": dataclasses.asdict(settings)}
-    here = json.loads(json.dumps(here))
-    here["train"].pop("out_dir")
+    here = dlm_jax.config.flat(json.loads(json.dumps(here)))
+    here.pop("train.out_dir")
     path = out_dir / "config.json"
-    if path.exists():
-        there = json.loads(path.read_text())
-        for section, values in here.items():
-            for key, value in values.items():
-                before = there.get(section, {}).get(key)
-                if before != value:
-                    raise SettingError(
-                        f"{section}.{key}",
-                        value,
-                        f"differs from {before!r} of the run in {out_dir}",
-                        "use another train.out_dir",
-                    )
+    there = json.loads(path.read_text()) if path.exists() else here
+    for key, value in here.items():
+        why = f"differs from {there.get(key)!r} of the run in {out_dir}"
+        require(there.get(key) == value, key, value, why, "use another train.out_dir")
     out_dir.mkdir(parents=True, exist_ok=True)
     _replace(path, json.dumps(here))
 
@@ -146,20 +139,40 @@ def _replace(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def add_settings(parser: argparse.ArgumentParser, settings: type) -> None:
-    """Adds the flags of a config and one flag per field of the `settings`."""
+def program(
+    argv: Sequence[str] | None,
+    name: str,
+    settings: type,
+    train: Callable[[argparse.Namespace, Any, Any], Any],
+    **flags: str,
+) -> int:
+    """Runs a module of `dlm_jax.contrib` as a program, and returns its exit code: 2 for input that
+    it refuses.
+
+    Args:
+      argv: the arguments.
+      name: the name of the module.
+      settings: the dataclass of its settings, each of which is a flag.
+      train: ``(args, config, settings) -> result``.
+      flags: required flags, with what stands for their values.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m dlm_jax.contrib.{name}")
+    for flag, value in flags.items():
+        parser.add_argument(f"--{flag}", required=True, metavar=value)
     parser.add_argument("--config", metavar="FILE", help="TOML file, or name of a shipped config")
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the config")
     for field in dataclasses.fields(settings):
-        flag = f"--{field.name.replace('_', '-')}"
-        default: Any = field.default
-        parser.add_argument(flag, type=type(default), default=default, help=f"({default})")
-
-
-def settings_of(args: argparse.Namespace, settings: type) -> tuple[Any, Any]:
-    """The config and the settings of parsed flags."""
-    given = {name: getattr(args, name) for name in settings.__dataclass_fields__}
-    for pair in args.keys:
-        require("=" in pair, "KEY=VALUE", pair, "has no value", "write it as KEY=VALUE")
-    pairs = dict(pair.split("=", 1) for pair in args.keys)
-    return dlm_jax.config.load(args.config, pairs), settings(**given)
+        flag, default = f"--{field.name.replace('_', '-')}", field.default
+        kind: Any = type(default)
+        parser.add_argument(flag, type=kind, default=default, help=f"({default})")
+    args = parser.parse_args(argv)
+    try:
+        for pair in args.keys:
+            require("=" in pair, "KEY=VALUE", pair, "has no value", "write it as KEY=VALUE")
+        config = dlm_jax.config.load(args.config, dict(pair.split("=", 1) for pair in args.keys))
+        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(settings)}
+        train(args, config, settings(**given))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -27,35 +27,38 @@ import dlm_jax.config
 from dlm_jax.distributed.mesh import CHIPS, Chip
 from dlm_jax.training.plan import Plan, dry_run, lines
 
-SIZES: dict[str, float] = {
+Mode = Literal["roof", "cycles"]
+"""How the time of an operation without matrix products is estimated.
+
+``roof`` divides the bytes by the full bandwidth, which is optimistic. ``cycles`` is the compiler's
+estimate in cycles, which is pessimistic for vector operations.
+"""
+
+_SIZES: dict[str, float] = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2,
     "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "s4": 0.5, "u4": 0.5,
 }  # fmt: skip
 """Bytes per element of each type."""
-
-_SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
-_HEAD = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{\s*$")
-_START = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = ")
-_NAME = re.compile(r"%([\w.\-]+)")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One array in an XLA type; `in_memory` is True for arrays in main memory."""
-
-    dtype: str
-    dims: tuple[int, ...]
-    in_memory: bool = True
-
-    @property
-    def num_bytes(self) -> float:
-        return SIZES[self.dtype] * math.prod(self.dims)
+_UNTIMED = {
+    *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("partition-id", "optimization-barrier", "copy-start", "copy-done"),
+}
+_SLICES = ("dynamic-slice", "slice", "gather")
+_VIEWS = ("bitcast", "copy", "reshape", "convert")
+_COLLECTIVES = (
+    *("all-gather", "all-reduce", "reduce-scatter"),
+    *("all-to-all", "collective-permute", "ragged-all-to-all"),
+)
+_KERNEL_SHARE = 0.55
+"""The fraction of peak performance that Pallas attention kernels reach."""
+_KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
+"""Number of matrix products of an attention kernel, by its name. A backward pass in a single kernel
+has five."""
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One operation of a program. The operands are names; the operand of a constant or parameter is
-    the text in its parentheses.
+    the text in its parentheses. `type` is the XLA type of its result.
     """
 
     name: str
@@ -64,67 +67,28 @@ class Operation:
     operands: tuple[str, ...]
     attributes: str
 
-    @property
-    def shapes(self) -> list[Shape]:
-        return shapes_of(self.type)
-
     def attribute(self, pattern: str) -> str | None:
         found = re.search(pattern, self.attributes)
         return found.group(1) if found else None
 
-    @property
-    def source(self) -> str:
-        return self.attribute(r'op_name="([^"]*)"') or self.kind
+
+Program = dict[str, dict[str, Operation]]
+"""The operations of each computation, in order, by their names; that of the entry is ``ENTRY``."""
+
+_HEAD = re.compile(r"^(ENTRY|%[\w.\-]+) .*\{\s*$")
+_START = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = ")
+_NAME = re.compile(r"%([\w.\-]+)")
 
 
-@dataclass
-class Module:
-    """A program: its computations, keyed by name, each an ordered list of operations."""
-
-    computations: dict[str, list[Operation]] = field(default_factory=dict)
-    entry: str = ""
-
-    def called(self, operation: Operation, key: str = "calls") -> str | None:
-        """The computation named by the attribute `key` of an operation; None if unknown."""
-        name = operation.attribute(key + r"=%([\w.\-]+)")
-        return name if name in self.computations else None
-
-
-def shapes_of(text: str) -> list[Shape]:
-    """The arrays in an XLA type; other values, such as tokens, are skipped."""
-    found = []
-    for dtype, dims, layout in _SHAPE.findall(text):
-        if dtype in SIZES:
-            numbers = tuple(int(size) for size in dims.split(",") if size)
-            # The memory spaces S(1) and above are not main memory.
-            found.append(Shape(dtype, numbers, re.search(r"S\([1-9]", layout or "") is None))
-    return found
-
-
-def num_bytes(text: str) -> float:
-    return sum(shape.num_bytes for shape in shapes_of(text))
-
-
-def _in_memory(text: str) -> float:
-    return sum(shape.num_bytes for shape in shapes_of(text) if shape.in_memory)
-
-
-def parse(text: str) -> Module:
+def parse(text: str) -> Program:
     """Parses the text of ``compiled.as_text()``."""
-    module, current = Module(), None
+    program, body = Program(), dict[str, Operation]()
     for line in _whole_lines(text):
-        head = _HEAD.match(line)
-        if head and "=" not in line.split("(")[0]:
-            current = module.computations.setdefault(head.group(2), [])
-            if head.group(1):
-                module.entry = head.group(2)
-            continue
-        start = _START.match(line)
-        if start and current is not None:
-            current.append(_operation(start.group(1), line[start.end() :]))
-        elif line.startswith("}"):
-            current = None
-    return module
+        if (head := _HEAD.match(line)) and "=" not in line.split("(")[0]:
+            body = program[head[1].removeprefix("%")] = {}
+        elif start := _START.match(line):
+            body[start[1]] = _operation(start[1], line[start.end() :])
+    return program
 
 
 def _whole_lines(text: str) -> list[str]:
@@ -141,18 +105,13 @@ def _whole_lines(text: str) -> list[str]:
 
 
 def _operation(name: str, rest: str) -> Operation:
-    if rest.startswith("("):
-        end = _closing(rest, 0) + 1
-        type_, rest = rest[:end], rest[end:].lstrip()
-    else:
-        type_, _, rest = rest.partition(" ")
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    type_, rest = rest[:end], rest[end:].lstrip()
     opening = rest.find("(")
     kind, end = rest[:opening], _closing(rest, opening)
     inside = rest[opening + 1 : end]
-    if kind in ("constant", "parameter"):
-        operands: tuple[str, ...] = (inside,)
-    else:
-        operands = tuple(_NAME.findall(inside))
+    is_text = kind in ("constant", "parameter")
+    operands = (inside,) if is_text else tuple(_NAME.findall(inside))
     return Operation(name, kind, type_, operands, rest[end + 1 :])
 
 
@@ -167,239 +126,90 @@ def _closing(text: str, opening: int) -> int:
     return len(text) - 1
 
 
-def trip_count(module: Module, loop: Operation, parent: list[Operation]) -> int | None:
-    """Number of iterations of a ``while`` whose bound is a constant; None otherwise."""
-    known = loop.attribute(r'known_trip_count"?:?\{"?n"?:?"?(\d+)')
-    if known:
-        return int(known)
-    name = module.called(loop, "condition")
-    if name is None:
-        return None
-    condition = module.computations[name]
-    constants = {
-        operation.name: int(operation.operands[0])
-        for operation in condition
-        if operation.kind == "constant" and re.fullmatch(r"-?\d+", operation.operands[0])
-    }
-    for operation in condition:
-        if operation.kind == "compare" and "direction=LT" in operation.attributes:
-            bounds = [constants[name] for name in operation.operands if name in constants]
-            if bounds:
-                return bounds[0]
-    if len(constants) == 1:
-        return next(iter(constants.values()))
-    # The loop carry may contain the bound as a constant.
-    here = {operation.name: operation for operation in parent}
-    start = here.get(loop.operands[0])
-    carried = start.operands if start is not None and start.kind == "tuple" else ()
-    read = {name for one in condition if one.kind in ("compare", "fusion") for name in one.operands}
-    bounds = []
-    for operation in condition:
-        place = int(operation.attribute(r"index=(\d+)") or 0)
-        if (
-            operation.name in read
-            and operation.kind == "get-tuple-element"
-            and place < len(carried)
-        ):
-            source = here.get(carried[place])
-            while source and source.kind in ("copy", "bitcast", "copy-done", "copy-start"):
-                source = here.get(source.operands[0])
-            if (
-                source
-                and source.kind == "constant"
-                and re.fullmatch(r"[1-9]\d*", source.operands[0])
-            ):
-                bounds.append(int(source.operands[0]))
-    return bounds[0] if len(bounds) == 1 else None
-
-
-Types = dict[str, str]
-"""The type of each operation in a computation, by the operation's name."""
-
-_UNTIMED = {
-    *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "after-all"),
-    *("partition-id", "optimization-barrier", "copy-start", "copy-done"),
-}
-_SLICES = ("dynamic-slice", "slice", "gather")
-_SAME_PLACE = ("bitcast", "copy", "reshape", "convert")
-
-
-def products(module: Module, name: str, known: dict[str, float]) -> float:
-    """FLOPs in all matrix products and convolutions in a computation; `known` caches results."""
-    if name in known:
-        return known[name]
-    body = module.computations[name]
-    types = {operation.name: operation.type for operation in body}
-    total = 0.0
-    for operation in body:
-        if operation.kind in ("dot", "convolution"):
-            total += product(operation, types)
-        if operation.kind in ("fusion", "call"):
-            inner = module.called(operation) or module.called(operation, "to_apply")
-            total += products(module, inner, known) if inner else 0.0
-    known[name] = total
-    return total
-
-
-def product(operation: Operation, types: Types) -> float:
-    """FLOPs of one ``dot`` or ``convolution``, counting each multiply-add as two."""
-    outputs = math.prod(operation.shapes[0].dims)
-    left, right = (_dims(types[name]) for name in operation.operands[:2])
-    if operation.kind == "dot":
-        axes = operation.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
-        return 2.0 * outputs * math.prod(left[int(axis)] for axis in axes.split(",") if axis)
-    found = re.search(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)", operation.attributes)
-    assert found is not None
-    lhs, kernel, out = found.groups()
-    taps = math.prod(right) // right[kernel.index("o")]
-    return 2.0 * outputs * taps * _share_of_taps(operation, left, lhs, out)
-
-
-def _dims(text: str) -> tuple[int, ...]:
-    return shapes_of(text)[0].dims
-
-
-def _share_of_taps(operation: Operation, left: tuple[int, ...], lhs: str, out: str) -> float:
-    """The fraction of a convolution's window that is neither padding nor dilation.
-
-    XLA expresses batched products as convolutions whose windows are mostly dilation.
+def shapes_of(type_: str) -> list[tuple[str, tuple[int, ...], bool]]:
+    """The element type and the sizes of the arrays in an XLA type, and whether each is in main
+    memory; other values, such as tokens, are skipped.
     """
-    window = operation.attribute(r"window=\{([^}]*)\}")
-    sizes = _window(window, "size")
-    if not sizes:
-        return 1.0
-    count = len(sizes)
-    strides = _window(window, "stride") or [1] * count
-    dilations = _window(window, "lhs_dilate") or [1] * count
-    steps = _window(window, "rhs_dilate") or [1] * count
-    found = re.search(r"pad=([\d_x\-]+)", window or "")
-    pads = [int(part.split("_")[0]) for part in found.group(1).split("x")] if found else [0] * count
-    result, share = operation.shapes[0].dims, 1.0
-    for axis, size in enumerate(sizes):
-        have, outputs = left[lhs.index(str(axis))], result[out.index(str(axis))]
-        starts = [place * strides[axis] - pads[axis] for place in range(outputs)]
-        met = sum(
-            1
-            for start in starts
-            for tap in range(size)
-            if (at := start + tap * steps[axis]) >= 0
-            and at % dilations[axis] == 0
-            and at // dilations[axis] < have
-        )
-        share *= met / outputs / size
-    return share
-
-
-def _window(window: str | None, key: str) -> list[int]:
-    found = re.search(rf"(?<![a-z_]){key}=([\dx]+)", window or "")
-    return [int(size) for size in found.group(1).split("x")] if found else []
-
-
-def memory_bytes(operation: Operation, types: Types, module: Module) -> float:
-    """Bytes that an operation reads from and writes to main memory.
-
-    Only the slices of a sliced operand count, also in nested fusions, and only the updates of an
-    operand that is updated in place.
-    """
-    if operation.kind == "slice-done" or "AllocateBuffer" in operation.attributes:
-        return 0.0
-    body = module.called(operation) if operation.kind == "fusion" else None
-    if body is not None:
-        return _fusion_bytes(operation, types, module.computations[body], module)
-    written = _in_memory(operation.type)
-    if operation.kind in _SLICES:
-        return 2 * written
-    if operation.kind == "dynamic-update-slice":
-        return 2 * _in_memory(types.get(operation.operands[1], ""))
-    if operation.kind == "slice-start":  # the type names the operand before the result
-        return operation.shapes[1].num_bytes
-    return written + sum(_in_memory(types[name]) for name in operation.operands if name in types)
-
-
-def _fusion_bytes(
-    operation: Operation, types: Types, body: list[Operation], module: Module
-) -> float:
-    by_name = {inner.name: inner for inner in body}
-    parameters = {int(x.operands[0] or 0): x for x in body if x.kind == "parameter"}
-    users = _users(body)
-    total, in_place = 0.0, 0.0
-    for place, name in enumerate(operation.operands):
-        size = _in_memory(types.get(name, ""))
-        if not size:
-            continue
-        parameter = parameters.get(place)
-        uses = _uses(parameter.name, users) if parameter else []
-        if uses and all(_updates(use, parameter, by_name) for use in uses):
-            in_place += size
-        else:
-            total += min(size, _read(parameter.name, body, module) if parameter else size)
-    written = _in_memory(operation.type)
-    updates = [inner for inner in body if inner.kind == "dynamic-update-slice"]
-    if updates and in_place:
-        written = max(0.0, written - in_place) + sum(
-            num_bytes(by_name[inner.operands[1]].type)
-            for inner in updates
-            if inner.operands[1] in by_name
-        )
-    return total + written
-
-
-def _read(name: str, body: list[Operation], module: Module) -> float:
-    """The bytes of a value that a fusion reads, if it only slices the value; infinity otherwise."""
-    users, total = _users(body), 0.0
-    for use in users[name]:
-        inner = module.called(use) if use.kind == "fusion" else None
-        if use.kind in _SLICES:
-            total += num_bytes(use.type)
-        elif use.kind in _SAME_PLACE:
-            total += _read(use.name, body, module)
-        elif inner is not None:
-            inside = module.computations[inner]
-            total += sum(
-                _read(x.name, inside, module)
-                for x in inside
-                if x.kind == "parameter" and use.operands[int(x.operands[0] or 0)] == name
-            )
-        else:
-            return math.inf
-    return total or math.inf
-
-
-def _users(body: list[Operation]) -> dict[str, list[Operation]]:
-    users: dict[str, list[Operation]] = collections.defaultdict(list)
-    for operation in body:
-        if operation.kind not in ("parameter", "constant"):
-            for name in operation.operands:
-                users[name].append(operation)
-    return users
-
-
-def _uses(name: str, users: dict[str, list[Operation]]) -> list[Operation]:
-    """The operations that read a value, directly or through views such as bitcasts."""
-    found: list[Operation] = []
-    for user in users[name]:
-        found += (_uses(user.name, users) or [user]) if user.kind in _SAME_PLACE else [user]
+    found = []
+    for dtype, sizes, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", type_):
+        if dtype in _SIZES:
+            # The memory spaces S(1) and above are not main memory.
+            found.append((dtype, tuple(_numbers(sizes)), not re.search(r"S\([1-9]", layout)))
     return found
 
 
-def _updates(use: Operation, parameter: Operation | None, by_name: dict[str, Operation]) -> bool:
-    """Returns whether `use` writes part of the parameter in place."""
-    if use.kind != "dynamic-update-slice" or not use.operands or parameter is None:
-        return False
-    name = use.operands[0]
-    for _ in range(6):
-        if name == parameter.name or name not in by_name:
-            break
-        if by_name[name].kind not in ("bitcast", "copy", "reshape"):
-            break
-        name = by_name[name].operands[0]
-    return name == parameter.name
+def num_bytes(type_: str, *, in_memory: bool = False) -> float:
+    """The bytes of the arrays in an XLA type, or of those in main memory."""
+    shapes = shapes_of(type_)
+    return sum(_SIZES[d] * math.prod(s) for d, s, is_main in shapes if is_main or not in_memory)
 
 
-KINDS = (
-    *("all-gather", "all-reduce", "reduce-scatter"),
-    *("all-to-all", "collective-permute", "ragged-all-to-all"),
-)
+def _sizes(type_: str) -> tuple[int, ...]:
+    return shapes_of(type_)[0][1]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def trip_count(program: Program, loop: Operation, body: Mapping[str, Operation]) -> int | None:
+    """Number of iterations of a ``while`` of a computation; None if its bound is no constant."""
+    if known := loop.attribute(r'known_trip_count"?:?\{"?n"?:?"?(\d+)'):
+        return int(known)
+    condition = program[loop.attribute(r"condition=%([\w.\-]+)") or ""]
+    # The bound is a constant of the condition, or of the carry.
+    start = body.get(loop.operands[0])
+    carried = start.operands if start is not None and start.kind == "tuple" else ()
+    read = {name for one in condition.values() for name in one.operands if one.kind in _READERS}
+    bounds = []
+    for one in condition.values():
+        source: Operation | None = one
+        if one.kind == "get-tuple-element" and one.name in read:
+            place = int(one.attribute(r"index=(\d+)") or 0)
+            source = body.get(carried[place]) if place < len(carried) else None
+            while source and source.kind in ("copy", "bitcast", "copy-done", "copy-start"):
+                source = body.get(source.operands[0])
+        if source and source.kind == "constant" and re.fullmatch(r"[1-9]\d*", source.operands[0]):
+            bounds.append(int(source.operands[0]))
+    return bounds[0] if len(bounds) == 1 else None
+
+
+_READERS = ("compare", "fusion")
+
+
+def product(operation: Operation, left: tuple[int, ...], right: tuple[int, ...]) -> float:
+    """FLOPs of a ``dot`` or ``convolution`` of arrays of these sizes, counting each multiply-add as
+    two. Taps of a window that meet padding or dilation do not count: XLA expresses batched products
+    as convolutions whose windows are mostly dilation.
+    """
+    result = _sizes(operation.type)
+    outputs = math.prod(result)
+    if operation.kind == "dot":
+        axes = operation.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+        return 2.0 * outputs * math.prod(left[axis] for axis in _numbers(axes))
+    labels = re.search(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)", operation.attributes)
+    assert labels is not None
+    lhs, kernel, out = labels.groups()
+    flops = 2.0 * outputs * (math.prod(right) // right[kernel.index("o")])
+    window = operation.attribute(r"window=\{([^}]*)\}") or ""
+
+    def of_window(key: str, default: int) -> list[int]:
+        found = re.search(rf"(?<![a-z_]){key}=([\dx]+)", window)
+        return _numbers(found[1]) if found else [default] * len(sizes)
+
+    found = re.search(r"(?<![a-z_])size=([\dx]+)", window)
+    sizes = _numbers(found[1]) if found else []
+    strides, steps = of_window("stride", 1), of_window("rhs_dilate", 1)
+    dilations = of_window("lhs_dilate", 1)
+    found = re.search(r"pad=([\d_x\-]+)", window)
+    pads = [int(x.split("_")[0]) for x in found[1].split("x")] if found else [0] * len(sizes)
+    for axis, size in enumerate(sizes):
+        have, count = left[lhs.index(str(axis))], result[out.index(str(axis))]
+        at = np.arange(count)[:, None] * strides[axis] - pads[axis]
+        at = at + np.arange(size)[None] * steps[axis]
+        is_met = (at >= 0) & (at % dilations[axis] == 0) & (at // dilations[axis] < have)
+        flops *= is_met.sum() / count / size
+    return float(flops)
 
 
 @dataclass(frozen=True)
@@ -410,7 +220,7 @@ class Torus:
     places: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
 
-    def bandwidth(self, group: list[int]) -> float:
+    def bandwidth(self, group: Sequence[int]) -> float:
         """Bytes/s into a chip of a group, over the links along every dimension that the group
         spans.
 
@@ -451,41 +261,20 @@ def first_group(attributes: str, num_devices: int) -> list[int]:
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([\d,]*)\))? \{([^}]*)\}", attributes
     )
     if mesh:
-        axes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))]
-        sizes = [size for _, size in axes]
-        ids = _numbers(mesh.group(2)) if mesh.group(2) else list(range(math.prod(sizes)))
-        used = re.findall(r"'([^']+)'", mesh.group(3))
+        axes = re.findall(r"'([^']+)'=(\d+)", mesh[1])
+        sizes = [int(size) for _, size in axes]
+        ids = _numbers(mesh[2]) if mesh[2] else range(math.prod(sizes))
+        used = re.findall(r"'([^']+)'", mesh[3])
         index = tuple(slice(None) if name in used else 0 for name, _ in axes)
-        return np.array(ids).reshape(sizes)[index].reshape(-1).tolist()
+        return np.reshape(ids, sizes)[index].reshape(-1).tolist()
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
-        sizes = _numbers(iota.group(2))
+        sizes = _numbers(iota[2])
         ids = np.arange(math.prod(sizes)).reshape(sizes)
-        if iota.group(3):
-            ids = ids.transpose(_numbers(iota.group(3)))
-        return ids.reshape(_numbers(iota.group(1)))[0].tolist()
+        ids = ids.transpose(_numbers(iota[3])) if iota[3] else ids
+        return ids.reshape(_numbers(iota[1]))[0].tolist()
     plain = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
-    return _numbers(plain.group(1)) if plain else list(range(num_devices))
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
-
-
-Mode = Literal["roof", "cycles"]
-"""How the time of an operation without matrix products is estimated.
-
-``roof`` divides the bytes by the full bandwidth, which is optimistic. ``cycles`` is the compiler's
-estimate in cycles, which is pessimistic for vector operations.
-"""
-
-# The fraction of peak performance that Pallas attention kernels reach.
-_KERNEL_SHARE = 0.55
-# Number of matrix products of an attention kernel, by its name. The forward pass has two products.
-# The backward pass has five products in a single kernel, or four and three in two kernels.
-_KERNEL_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
-# A kernel's own estimate of its cost.
-_STATED = re.compile(r'"(flops|bytes_accessed)":"(\d+)"')
+    return _numbers(plain[1]) if plain else list(range(num_devices))
 
 
 @dataclass
@@ -535,202 +324,250 @@ def cost(
       kernels: seconds of Pallas kernels by their names, with or without number, for ``cycles``.
         Other kernels that state no cost, except attention kernels, count as free.
     """
-    module = parse(text)
-    return _Timeline(module, module.entry, torus, mode, repeats or {}, kernels or {}).read()
+    return _Reader(parse(text), torus, mode, repeats or {}, kernels or {}).cost_of("ENTRY")
 
 
-class _Timeline:
-    """Schedules one computation, overlapping its operations with collectives on the links.
+@dataclass
+class _Reader:
+    """Adds up the costs of the computations of a program."""
 
-    `known` and `products` cache the costs of called computations.
-    """
+    program: Program
+    torus: Torus
+    mode: Mode
+    repeats: Mapping[str, int]
+    kernels: Mapping[str, float]
+    costs: dict[str, Cost] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        module: Module,
-        name: str,
-        torus: Torus,
-        mode: Mode,
-        repeats: Mapping[str, int],
-        kernels: Mapping[str, float],
-    ):
-        self.module, self.torus, self.repeats, self.kernels = module, torus, repeats, kernels
-        self.mode: Mode = mode
-        self.known: dict[str, Cost] = {}
-        self.products: dict[str, float] = {}
-        self.body = module.computations[name]
-        self.types = {operation.name: operation.type for operation in self.body}
-        self.cost = Cost()
-        self.links_free = 0.0
-        # End time of each collective, by the operation that started it.
-        self.started: dict[str, float] = {}
-        self.fused: dict[tuple[str, float], float] = {}
-        self.last_user = {
-            key: operation.name for operation in self.body for key, _ in self._fused_in(operation)
+    def _called(self, operation: Operation, key: str) -> str | None:
+        """The computation named by the attribute `key` of an operation; None if unknown."""
+        name = operation.attribute(key + r"=%([\w.\-]+)")
+        return name if name in self.program else None
+
+    def cost_of(self, name: str) -> Cost:
+        """The cost of a computation, whose operations overlap with collectives on the links."""
+        if name in self.costs:
+            return self.costs[name]
+        body, found, links_free = self.program[name], Cost(), 0.0
+        # End times of collectives, by the operation that started them, or by channel and size.
+        ends: dict[object, float] = {}
+        fused = {one.name: self._fused_collectives(one) for one in body.values()}
+        last_user = {key: user for user, keys in fused.items() for key in keys}
+
+        def send(kind: str, size: float, attributes: str) -> float:
+            """Starts a collective as soon as the links are free; returns its end time."""
+            nonlocal links_free
+            size, seconds = moved(kind, size, attributes, self.torus)
+            found.moved[kind] += size
+            links_free = max(found.seconds, links_free) + seconds
+            return links_free
+
+        def wait(until: float) -> None:
+            waited = max(0.0, until - found.seconds)
+            found.exposed += waited
+            found.seconds += waited
+
+        for operation in body.values():
+            kind = operation.kind
+            base = kind.removesuffix("-start").removesuffix("-done")
+            if kind == "while":
+                *_, scope, _ = (
+                    "",
+                    "",
+                    *(operation.attribute(r'op_name="([^"]*)"') or "").split("/"),
+                )
+                times = self.repeats.get(scope, trip_count(self.program, operation, body))
+                found.unknown_loops += times is None
+                if inner := self._called(operation, "body"):
+                    found.add(self.cost_of(inner), 1 if times is None else times)
+            elif kind == "conditional":
+                # The most expensive branch counts.
+                listed = operation.attribute(r"branch_computations=\{([^}]*)\}") or " ".join(
+                    re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", operation.attributes)
+                )
+                costs = map(self.cost_of, _NAME.findall(listed))
+                found.add(max(costs, key=lambda one: one.seconds))
+            elif kind == "call":
+                if inner := self._called(operation, "to_apply"):
+                    found.add(self.cost_of(inner))
+            elif kind == "async-start":
+                inside = self.program.get(self._called(operation, "calls") or "", {}).values()
+                first = next((x for x in inside if any(y in x.kind for y in _COLLECTIVES)), None)
+                if first is not None:
+                    ends[operation.name] = send(first.kind, num_bytes(first.type), first.attributes)
+            elif kind.endswith("-done") and (base == "async" or base in _COLLECTIVES):
+                wait(ends.pop(operation.operands[0], 0.0))
+            elif base in _COLLECTIVES:
+                size = num_bytes(operation.type)
+                given = sum(num_bytes(body[x].type) for x in operation.operands if x in body)
+                # The type of a started collective includes inputs and outputs.
+                if kind == "collective-permute-start":
+                    size = given
+                elif kind.endswith("-start") and base != "all-reduce":
+                    size -= given
+                end = send(base, size, operation.attributes)
+                if kind.endswith("-start"):
+                    ends[operation.name] = end
+                else:
+                    wait(end)
+            elif kind == "custom-call" and "tpu_custom_call" in operation.attributes:
+                found.add(self._kernel(operation, body))
+            elif kind not in _UNTIMED:
+                for key, one in fused[operation.name].items():
+                    if key not in ends:
+                        base = one.kind.removesuffix("-start")
+                        ends[key] = send(base, num_bytes(one.type), one.attributes)
+                found.add(self._compute(operation, body))
+                for key in fused[operation.name]:
+                    if last_user[key] == operation.name and key in ends:
+                        wait(ends.pop(key))
+        if ends:
+            wait(links_free)
+        self.costs[name] = found
+        return found
+
+    def _fused_collectives(self, operation: Operation) -> dict[tuple[str, float], Operation]:
+        """The collectives inside a fusion, by channel and size."""
+        name = self._called(operation, "calls") if operation.kind == "fusion" else None
+        return {
+            (one.attribute(r"channel_id=(\d+)") or one.name, num_bytes(one.type)): one
+            for one in self.program.get(name or "", {}).values()
+            if one.kind.removesuffix("-start") in _COLLECTIVES
         }
 
-    def _of(self, name: str) -> Cost:
-        if name not in self.known:
-            inner = _Timeline(self.module, name, self.torus, self.mode, self.repeats, self.kernels)
-            inner.known, inner.products = self.known, self.products
-            self.known[name] = inner.read()
-        return self.known[name]
-
-    def read(self) -> Cost:
-        for operation in self.body:
-            self._take(operation)
-        if self.started and self.links_free > self.cost.seconds:
-            self._wait(self.links_free)
-        return self.cost
-
-    def _take(self, operation: Operation) -> None:
-        kind = operation.kind
-        base = kind.removesuffix("-start").removesuffix("-done")
-        if kind == "while":
-            self._loop(operation)
-        elif kind == "conditional":
-            self._branches(operation)
-        elif kind == "call":
-            name = self.module.called(operation, "to_apply")
-            self.cost.add(self._of(name) if name else Cost())
-        elif kind in ("async-start", "async-done") or base in KINDS:
-            self._collective(operation, base)
-        elif kind == "custom-call" and "tpu_custom_call" in operation.attributes:
-            self._kernel(operation)
-        elif kind not in _UNTIMED:
-            self._compute(operation)
-
-    def _loop(self, operation: Operation) -> None:
-        *_, scope, _ = ("", "", *operation.source.split("/"))
-        times = self.repeats.get(scope, trip_count(self.module, operation, self.body))
-        if times is None:
-            self.cost.unknown_loops += 1
-        body = self.module.called(operation, "body")
-        if body is not None:
-            self.cost.add(self._of(body), 1 if times is None else times)
-
-    def _branches(self, operation: Operation) -> None:
-        """Adds the cost of the most expensive branch only."""
-        listed = operation.attribute(r"branch_computations=\{([^}]*)\}")
-        names = (
-            re.findall(r"%([\w.\-]+)", listed)
-            if listed
-            else re.findall(r"(?:true|false)_computation=%([\w.\-]+)", operation.attributes)
-        )
-        costs = [self._of(name) for name in names]
-        self.cost.add(max(costs, key=lambda cost: cost.seconds))
-
-    def _send(self, kind: str, size: float, attributes: str) -> float:
-        """Starts a collective as soon as the links are free; returns its end time."""
-        size, seconds = moved(kind, size, attributes, self.torus)
-        self.cost.moved[kind] += size
-        self.links_free = max(self.cost.seconds, self.links_free) + seconds
-        return self.links_free
-
-    def _wait(self, until: float) -> None:
-        waited = max(0.0, until - self.cost.seconds)
-        self.cost.exposed += waited
-        self.cost.seconds += waited
-
-    def _collective(self, operation: Operation, base: str) -> None:
-        kind = operation.kind
-        if kind.endswith("-done"):
-            if operation.operands and operation.operands[0] in self.started:
-                self._wait(self.started.pop(operation.operands[0]))
-            return
-        if kind == "async-start":
-            name = self.module.called(operation)
-            inside = self.module.computations[name] if name else []
-            wrapped = [x for x in inside if any(one in x.kind for one in KINDS)]
-            if wrapped:
-                (first, *_), size = wrapped, num_bytes(wrapped[0].type)
-                self.started[operation.name] = self._send(first.kind, size, first.attributes)
-            return
-        size = num_bytes(operation.type)
-        if kind.endswith("-start"):
-            # The type of a started collective includes inputs and outputs.
-            given = sum(num_bytes(self.types[x]) for x in operation.operands if x in self.types)
-            if base == "collective-permute":
-                size = given
-            elif base != "all-reduce":
-                size -= given
-            self.started[operation.name] = self._send(base, size, operation.attributes)
-            return
-        self._wait(self._send(base, size, operation.attributes))
-
-    def _fused_in(self, operation: Operation) -> list[tuple[tuple[str, float], Operation]]:
-        """The collectives inside a fusion, each with its channel and size."""
-        name = self.module.called(operation) if operation.kind == "fusion" else None
-        inside = self.module.computations[name] if name else []
-        return [
-            ((x.attribute(r"channel_id=(\d+)") or x.name, num_bytes(x.type)), x)
-            for x in inside
-            if x.kind.removesuffix("-start") in KINDS
-        ]
-
-    def _compute(self, operation: Operation) -> None:
-        inside = self._fused_in(operation)
-        flops = 0.0
-        if operation.kind in ("dot", "convolution"):
-            flops = product(operation, self.types)
-        elif (name := self.module.called(operation)) is not None:
-            flops = products(self.module, name, self.products)
-        for key, collective in inside:
-            if key not in self.fused:
-                kind = collective.kind.removesuffix("-start")
-                self.fused[key] = self._send(kind, key[1], collective.attributes)
-        size = memory_bytes(operation, self.types, self.module)
-        chip = self.torus.chip
+    def _compute(self, operation: Operation, body: Mapping[str, Operation]) -> Cost:
+        flops, chip = self._flops_of(operation, body), self.torus.chip
+        size = self._bytes_of(operation, body)
         if self.mode == "roof":
             seconds = size / chip.bandwidth
         else:
             seconds = int(operation.attribute(r'"estimated_cycles":"(\d+)"') or 0) / chip.clock
         seconds = max(seconds, flops / chip.flops)
-        self.cost.flops += flops
-        self.cost.memory_bytes += size
-        self.cost.seconds += seconds
-        for key, _ in inside:
-            if self.last_user.get(key) == operation.name and key in self.fused:
-                self._wait(self.fused.pop(key))
+        return Cost(seconds=seconds, flops=flops, memory_bytes=size)
 
-    def _kernel(self, operation: Operation) -> None:
-        """Adds the cost of a known kernel, or of an attention kernel's matrix products.
+    def _flops_of(self, operation: Operation, body: Mapping[str, Operation]) -> float:
+        """FLOPs of all matrix products and convolutions in an operation."""
+        if operation.kind in ("dot", "convolution"):
+            return product(operation, *(_sizes(body[x].type) for x in operation.operands[:2]))
+        name = self._called(operation, "calls")
+        if name is None and operation.kind == "call":
+            name = self._called(operation, "to_apply")
+        if name is None:
+            return 0.0
+        if name not in self.flops:
+            inside = self.program[name]
+            self.flops[name] = sum(
+                self._flops_of(one, inside)
+                for one in inside.values()
+                if one.kind in ("dot", "convolution", "fusion", "call")
+            )
+        return self.flops[name]
 
-        A kernel that states its cost may read only a part of its operands.
+    def _bytes_of(self, operation: Operation, body: Mapping[str, Operation]) -> float:
+        """Bytes that an operation reads from and writes to main memory.
+
+        Only the slices of a sliced operand count, also in nested fusions, and only the updates of
+        an operand that is updated in place.
         """
-        of_all = self.kernels.get(re.sub(r"\.\d+$", "", operation.name))
-        known = self.kernels.get(operation.name, of_all)
-        stated = {name: int(x) for name, x in _STATED.findall(operation.attributes)}
+        if operation.kind == "slice-done" or "AllocateBuffer" in operation.attributes:
+            return 0.0
+        given = [body[x].type if x in body else "" for x in operation.operands]
+        written = num_bytes(operation.type, in_memory=True)
+        if operation.kind in _SLICES:
+            return 2 * written
+        if operation.kind == "dynamic-update-slice":
+            return 2 * num_bytes(given[1], in_memory=True)
+        if operation.kind == "slice-start":  # the type names the operand before the result
+            dtype, sizes, _ = shapes_of(operation.type)[1]
+            return _SIZES[dtype] * math.prod(sizes)
+        name = self._called(operation, "calls") if operation.kind == "fusion" else None
+        if name is None:
+            return written + sum(num_bytes(type_, in_memory=True) for type_ in given)
+        inside, total, in_place = self.program[name], 0.0, 0.0
+        parameters = {int(x.operands[0]): x for x in inside.values() if x.kind == "parameter"}
+        for place, type_ in enumerate(given):
+            size = num_bytes(type_, in_memory=True)
+            uses = _uses(parameters[place].name, inside)
+            if uses and all(
+                use.kind == "dynamic-update-slice" and use.operands[0] == name for use, name in uses
+            ):
+                in_place += size
+            else:
+                total += min(size, self._read(parameters[place].name, inside))
+        if in_place:
+            written = max(0.0, written - in_place) + sum(
+                num_bytes(inside[one.operands[1]].type)
+                for one in inside.values()
+                if one.kind == "dynamic-update-slice"
+            )
+        return total + written
+
+    def _read(self, name: str, body: Mapping[str, Operation]) -> float:
+        """The bytes of a value that a fusion reads, if it only slices the value; infinity
+        otherwise.
+        """
+        total = 0.0
+        for use, own in _uses(name, body):
+            inner = self._called(use, "calls") if use.kind == "fusion" else None
+            if use.kind in _SLICES:
+                total += num_bytes(use.type)
+            elif inner is not None:
+                inside = self.program[inner]
+                total += sum(
+                    self._read(one.name, inside)
+                    for one in inside.values()
+                    if one.kind == "parameter" and use.operands[int(one.operands[0])] == own
+                )
+            else:
+                return math.inf
+        return total or math.inf
+
+    def _kernel(self, operation: Operation, body: Mapping[str, Operation]) -> Cost:
+        """The cost of a Pallas kernel: the one that it states, which may be less than its operands,
+        or that of an attention kernel's matrix products.
+        """
+        chip, name = self.torus.chip, operation.name
+        known = self.kernels.get(name, self.kernels.get(re.sub(r"\.\d+$", "", name)))
+        found = re.findall(r'"(flops|bytes_accessed)":"(\d+)"', operation.attributes)
+        stated = {key: int(number) for key, number in found}
+        given = [body[x].type for x in operation.operands if x in body]
         if known is not None or stated:
-            given = sum(_in_memory(self.types[x]) for x in operation.operands if x in self.types)
-            size = min(given + _in_memory(operation.type), stated.get("bytes_accessed", math.inf))
+            size = sum(num_bytes(x, in_memory=True) for x in [*given, operation.type])
+            size = min(size, stated.get("bytes_accessed", math.inf))
             flops = stated.get("flops", 0)
-            seconds = max(size / self.torus.chip.bandwidth, flops / self.torus.chip.flops)
-            self.cost.flops += flops
-            self.cost.memory_bytes += size
-            self.cost.seconds += seconds if self.mode == "roof" else max(seconds, known or 0.0)
-            return
-        text = operation.name + operation.attributes
-        given = [shapes_of(self.types[name]) for name in operation.operands if name in self.types]
+            seconds = max(size / chip.bandwidth, flops / chip.flops)
+            seconds = seconds if self.mode == "roof" else max(seconds, known or 0.0)
+            return Cost(seconds=seconds, flops=flops, memory_bytes=size)
+        text = name + operation.attributes
         # Integers describe masks.
-        dims = [shapes[0].dims for shapes in given if shapes and "f" in shapes[0].dtype]
-        matrices = [size for size in dims if len(size) >= 3 and size[-1] >= 64]
+        floats = [x[0][1] for x in map(shapes_of, given) if x and "f" in x[0][0]]
+        matrices = [sizes for sizes in floats if len(sizes) >= 3 and sizes[-1] >= 64]
         if "splash" not in text or not matrices:
-            return
+            return Cost()
         *heads, queries, width = matrices[0]
-        keys = max(size[-2] for size in matrices[1:])
-        which = next((name for name in ("fwd", "dkv") if name in text), "dq")
-        outputs = [
-            x for x in operation.shapes if len(x.dims) > 2 and x.dims[-2:] == (queries, width)
-        ]
-        count = 5 if which == "dkv" and len(outputs) >= 3 else _KERNEL_PRODUCTS[which]
+        keys = max(sizes[-2] for sizes in matrices[1:])
+        which = next((key for key in ("fwd", "dkv") if key in text), "dq")
+        results = [sizes for _, sizes, _ in shapes_of(operation.type) if len(sizes) > 2]
+        num_results = sum(sizes[-2:] == (queries, width) for sizes in results)
+        count = 5 if which == "dkv" and num_results >= 3 else _KERNEL_PRODUCTS[which]
         flops = 2.0 * count * queries * keys * width * math.prod(heads)
-        self.cost.flops += flops
-        self.cost.seconds += flops / (self.torus.chip.flops * _KERNEL_SHARE)
+        return Cost(seconds=flops / (chip.flops * _KERNEL_SHARE), flops=flops)
 
 
-# Placeholder for an unknown chip, for which operations and bytes are counted, without times.
+def _uses(name: str, body: Mapping[str, Operation]) -> list[tuple[Operation, str]]:
+    """The operations that read a value, directly or through views such as bitcasts, each with the
+    name that it reads.
+    """
+    found: list[tuple[Operation, str]] = []
+    for user in body.values():
+        if name in user.operands and user.kind not in ("parameter", "constant"):
+            through = _uses(user.name, body) if user.kind in _VIEWS else []
+            found += through or [(user, name)]
+    return found
+
+
 _UNKNOWN = Chip("", 1e12, 1e9, 0.0, 1e12, 1e11, 0)
+"""Placeholder for an unknown chip, for which operations and bytes are counted, without times."""
 
 
 def torus_of(mesh: Mesh) -> Torus:
@@ -757,17 +594,15 @@ def utilisation(plan: Plan, found: Cost) -> float:
     return plan.flops / (plan.chip.flops * found.seconds)
 
 
-_MODES: dict[str, Mode] = {"at best": "roof", "at worst": "cycles"}
-
-
 def estimates(plan: Plan) -> list[str]:
     """Lines with the collectives and times of a planned training step."""
-    costs = {name: cost_of_plan(plan, mode) for name, mode in _MODES.items()}
+    modes: dict[str, Mode] = {"at best": "roof", "at worst": "cycles"}
+    costs = {name: cost_of_plan(plan, mode) for name, mode in modes.items()}
     best = costs["at best"]
-    moved = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in best.moved.items())
+    shown = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in best.moved.items())
     found = [
         f"executed     {best.flops / 1e12:.2f} TFLOP per device and step, with recomputation",
-        f"collectives  {moved or 'none'} GiB per device and step",
+        f"collectives  {shown or 'none'} GiB per device and step",
     ]
     if plan.chip is None:
         return [*found, "step not estimated: the peak performance of this device is unknown"]

@@ -13,14 +13,9 @@ from dlm_jax.sampling.remask import RemaskContext
 from dlm_jax.sampling.rule_tools import NoiseSchedule, log_each, visible_shares
 from dlm_jax.settings import SettingError, reads, require
 
-__all__ = ["AncestralRemdm", "RemdmCap", "RemdmConf", "RemdmRescale"]
+__all__ = ["AncestralRemdm", "RemdmCap", "RemdmConf"]
 
 ETA = Setting("remask_eta", 0.1, "remdm: strength; remdm_conf: 0 is off", 0.0, 1.0)
-SIGMAS = {
-    "remdm_cap": lambda eta_B, most_B: jnp.minimum(eta_B, most_B),
-    "remdm_rescale": lambda eta_B, most_B: eta_B * most_B,
-}
-"""Remask probabilities of the rules that use the same probability for all tokens, keyed by rule."""
 
 
 def sigma_max(alpha_t_B: jax.Array, alpha_s_B: jax.Array) -> jax.Array:
@@ -45,8 +40,9 @@ class AncestralRemdm(Ancestral):
 
     def chance(self, context: CommitContext) -> jax.Array:
         alpha_t_B, alpha_s_B = visible_shares(self.schedule, context)
-        sigma = SIGMAS.get(self.remask)
-        sigma_B = 0.0 if sigma is None else sigma(self.eta_B, sigma_max(alpha_t_B, alpha_s_B))
+        sigma_B: Any = 0.0
+        if self.remask == "remdm_cap":
+            sigma_B = jnp.minimum(self.eta_B, sigma_max(alpha_t_B, alpha_s_B))
         hidden_B = jnp.maximum(1.0 - alpha_t_B, 1e-9)
         return (alpha_s_B - (1.0 - sigma_B) * alpha_t_B) / hidden_B
 
@@ -79,7 +75,7 @@ class RemdmCap(RemaskRule):
         self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array
     ) -> jax.Array:
         """The probability that each token is remasked; `most_B` is sigma_max."""
-        return jnp.broadcast_to(SIGMAS[self.name](self.eta_B, most_B)[:, None], is_old_BL.shape)
+        return jnp.broadcast_to(jnp.minimum(self.eta_B, most_B)[:, None], is_old_BL.shape)
 
     def select(self, state: Any, context: RemaskContext) -> tuple[jax.Array, Any]:
         is_old_BL, chance_BL = self._chances(context)
@@ -94,13 +90,6 @@ class RemdmCap(RemaskRule):
         most_B = sigma_max(*visible_shares(self.schedule, context.step))
         is_old_BL = context.is_open_BL & ~context.is_fresh_BL
         return is_old_BL, self.chance(most_B, is_old_BL, context.probability_BL)
-
-
-@rule
-class RemdmRescale(RemdmCap):
-    """`RemdmCap` with probability ``eta sigma_max``."""
-
-    about = "like remdm_cap, but with remask_eta times the maximum probability"
 
 
 @rule

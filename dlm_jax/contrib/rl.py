@@ -17,17 +17,14 @@ import argparse
 import functools
 import importlib
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import dlm_jax.config
 from dlm_jax import Model, Network, Status, replay, sampler
 from dlm_jax.contrib import loops
 from dlm_jax.objectives.losses import Loss, cross_entropy, hidden_of
@@ -102,36 +99,22 @@ class PolicySettings:
     """Settings of policy optimisation.
 
     Attributes:
-      loss: name of the estimator: ``trace`` or ``diffu_grpo``.
       group: number of samples per prompt, at least 2.
-      advantage: ``grpo``, ``grpo_mean`` or ``rloo`` (`ADVANTAGES`).
       clip: distance from 1 at which probability ratios are clipped, in (0, 1].
       updates: number of updates per batch of samples, at least 1.
       kl: weight of the divergence from the initial model, at least 0.
-      kl_estimator: ``k2`` or ``k3`` (`KL`).
-      prompt_mask: diffu_grpo: probability that a prompt token is masked.
     """
 
-    loss: str = "trace"
     group: int = 8
-    advantage: str = "grpo"
     clip: float = 0.2
     updates: int = 1
     kl: float = 0.0
-    kl_estimator: str = "k3"
-    prompt_mask: float = 0.15
 
     def __post_init__(self) -> None:
-        choices = {"loss": ("trace", "diffu_grpo"), "advantage": ADVANTAGES, "kl_estimator": KL}
-        for name, known in choices.items():
-            value = getattr(self, name)
-            require(value in known, name, value, f"is not one of {', '.join(known)}", "use one")
         require(self.group >= 2, "group", self.group, "has no baseline", "use 8")
         require(0 < self.clip <= 1, "clip", self.clip, "is outside (0, 1]", "use 0.2")
         require(self.updates >= 1, "updates", self.updates, "is below 1", "use 1")
         require(self.kl >= 0, "kl", self.kl, "is negative", "use 0")
-        is_share = 0 <= self.prompt_mask <= 1
-        require(is_share, "prompt_mask", self.prompt_mask, "is outside [0, 1]", "use 0.15")
 
 
 def token_log_probs(
@@ -148,28 +131,6 @@ def token_log_probs(
         network, params, hidden_BLD, rollout.tokens_BL, mask_id=mask_id, is_read_BL=is_action_BL
     )
     return jnp.where(is_action_BL, -nll_BL, 0.0)
-
-
-def diffu_grpo(*, prompt_mask: float, mask_id: int) -> Estimator:
-    """One-step estimate with masked prompts: diffu-GRPO (d1, Zhao et al. 2025, section 3).
-
-    The log-probabilities of all tokens of an answer ``o`` to a prompt ``q`` are computed in one
-    forward pass with the whole answer masked, and each prompt token with probability `prompt_mask`
-    (equation 3 and algorithm 1): ``log pi(o_k | q) ~ log p(o_k | q', MASK ... MASK)``. The masks of
-    the prompt are redrawn for every update. The estimate treats tokens as independent given the
-    prompt, so the gradient is biased.
-    """
-
-    def draw(rollout: Rollout, key: jax.Array) -> jax.Array:
-        is_chosen_BL = jax.random.uniform(key, rollout.tokens_BL.shape) < prompt_mask
-        is_prompt_BL = jnp.arange(is_chosen_BL.shape[1])[None] < rollout.given_B[:, None]
-        is_hidden_BL = rollout.is_answer_BL() | (is_chosen_BL & is_prompt_BL)
-        return jnp.where(is_hidden_BL, mask_id, rollout.tokens_BL)
-
-    def log_probs(network: Network, params: Params, rollout: Rollout, shown_BL: Any) -> jax.Array:
-        return token_log_probs(network, params, rollout, shown_BL, mask_id=mask_id)
-
-    return Estimator(draw, log_probs)
 
 
 _WRITINGS_SUFFICE = ("random", "random_filled", "ancestral", "left_to_right")
@@ -259,48 +220,27 @@ def policy_loss(
     figures = {"clip_share": (weighted((held_BN < free_BN).astype(jnp.float32)), rows)}
     total = -weighted(jnp.minimum(free_BN, held_BN))
     if settings.kl > 0:
-        distance = weighted(KL[settings.kl_estimator](reference_BN - now_BN))
+        # The estimator k3, r - 1 - ln r (Schulman 2020, Approximating KL divergence).
+        log_ratio_BN = reference_BN - now_BN
+        distance = weighted(jnp.expm1(log_ratio_BN) - log_ratio_BN)
         figures["kl"] = distance, rows
         total = total + settings.kl * distance
     return Loss(total, rows, figures)
 
 
-KL: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "k2": lambda log_ratio: 0.5 * jnp.square(log_ratio),
-    "k3": lambda log_ratio: jnp.expm1(log_ratio) - log_ratio,
-}
-"""Estimators of the divergence from the reference, given ``log r = log p_reference - log p``
-(Schulman 2020, Approximating KL divergence): ``k2`` is half the squared log-ratio, and ``k3``
-``r - 1 - log r``.
-"""
+def advantages(rewards_PG: np.ndarray) -> np.ndarray:
+    """The advantages of samples in their groups, float32 ``[P, G]``: the reward minus the mean,
+    divided by the standard deviation (GRPO, Shao et al. 2024).
 
-
-def _centred(rewards_G: np.ndarray) -> np.ndarray:
-    return rewards_G - rewards_G.mean()
-
-
-ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "grpo": lambda r_G: _centred(r_G) / (np.std(r_G, ddof=1) + 1e-4),
-    "grpo_mean": _centred,
-    "rloo": lambda r_G: _centred(r_G) * r_G.size / (r_G.size - 1),
-}
-"""Functions that compute the advantages of a group from its rewards ``[G]``: divided by the
-standard deviation (GRPO, Shao et al. 2024), without it (Liu et al. 2025; d1), or relative to the
-mean of the other samples (RLOO, Ahmadian et al. 2024).
-"""
-
-
-def advantages(rewards_PG: np.ndarray, kind: str) -> np.ndarray:
-    """Advantages, float32 ``[P, G]``. Samples whose reward is NaN are excluded from their groups
-    and have an advantage of 0.
-
-    In a group with fewer than two rewards, all advantages are 0.
+    Samples whose reward is NaN are excluded from their groups and have an advantage of 0. In a
+    group with fewer than two rewards, all advantages are 0.
     """
     found_PG = np.zeros(rewards_PG.shape, np.float32)
     for rewards_G, found_G in zip(rewards_PG, found_PG, strict=True):
         is_there_G = np.isfinite(rewards_G)
         if is_there_G.sum() > 1:
-            found_G[is_there_G] = ADVANTAGES[kind](rewards_G[is_there_G])
+            r_G = rewards_G[is_there_G]
+            found_G[is_there_G] = (r_G - r_G.mean()) / (np.std(r_G, ddof=1) + 1e-4)
     return found_PG
 
 
@@ -325,26 +265,24 @@ def train_policy(
         given tokens of the rows of the corpus.
       reward: the reward function.
       settings: settings of the loss.
-      estimator: replaces the estimator that ``settings.loss`` names.
+      estimator: replaces `trace_rl`.
       report: called with one-line messages.
 
     Raises:
       ValueError: settings are incompatible, or no sample of a step has a reward.
     """
     settings = settings or PolicySettings()
-    if isinstance(config, str | PathLike):
-        config = dlm_jax.config.load(str(config))
-    _check(config, settings)
     task = problem(config, report=report)
     config, network = task.config, task.network
-    if estimator is None and settings.loss == "trace":
+    _check(config, settings)
+    if estimator is None:
+        why, heat = "makes no random choices, which a trace requires", config.sample.temperature
+        require(heat > 0, "sample.temperature", heat, why, "use 1")
         estimator = trace_rl(order=config.sample.order, fill=config.sample.fill)
-    elif estimator is None:
-        estimator = diffu_grpo(prompt_mask=settings.prompt_mask, mask_id=task.tokenizer.mask_id)
     init_key, noise_key = jax.random.split(key_of(config.train.seed))
     params, optimizer = task.start(init_key, report), task.optimizer()
     reference = jax.tree.map(jnp.copy, params) if settings.kl > 0 else {}
-    sample = _Samples(task, params, settings, reads_trace=estimator.reads_trace)
+    sample = _make_sampler(task, params, reads_trace=estimator.reads_trace)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(
@@ -370,28 +308,22 @@ def train_policy(
         state, figures = jax.lax.scan(once, state, jnp.arange(settings.updates))
         return state, jax.tree.map(jnp.mean, figures)
 
-    prompts: list[Iterator[Batch]] = []
-
-    def take_step(state: loops.LoopState, step: int) -> tuple[loops.LoopState, dict[str, Any]]:
-        if not prompts:
-            prompts.append(task.batches(step // settings.updates))
-        batch = next(prompts[0])
+    def take_step(state: loops.LoopState, batch: Batch, step: int) -> Any:
         rows = sample(state.params, batch.tokens_BL, batch.given_B, settings.group, step)
         rewards_B = _rewards(task, reward, rows)
-        is_kept_B = np.isfinite(rewards_B)
-        advantage_PG = advantages(rewards_B.reshape(-1, settings.group), settings.advantage)
+        is_rewarded_B = np.isfinite(rewards_B)
         rollout = rows._replace(
-            step_BL=np.where(is_kept_B[:, None], rows.step_BL, -1),
-            advantage_B=advantage_PG.reshape(-1),
+            step_BL=np.where(is_rewarded_B[:, None], rows.step_BL, -1),
+            advantage_B=advantages(rewards_B.reshape(-1, settings.group)).reshape(-1),
         )
-        kept = rewards_B[is_kept_B]
-        if not kept.size:
+        rewards = rewards_B[is_rewarded_B]
+        if not rewards.size:
             raise ValueError(f"no sample of step {step} has a reward; raise sample.steps")
         figures = {
-            "reward": kept.mean(),
-            "reward_deviation": kept.std(),
-            "length": (rollout.step_BL >= 0).sum() / kept.size,
-            "left_out": rewards_B.size - kept.size,
+            "reward": rewards.mean(),
+            "reward_deviation": rewards.std(),
+            "length": (rollout.step_BL >= 0).sum() / rewards.size,
+            "left_out": rewards_B.size - rewards.size,
         }
         state, found = update(state, reference, rollout, jax.random.fold_in(noise_key, step))
         return state, figures | found
@@ -422,25 +354,22 @@ def train_policy(
     )  # fmt: skip
 
 
-class _Samples:
-    """Samples of the policy, of one shape, from one compiled program."""
+def _make_sampler(task: Task, params: Params, *, reads_trace: bool) -> Callable[..., Rollout]:
+    """``(params, tokens, given, group, step) -> rollout``: `group` answers to each prompt, from one
+    compiled program. Samples that end with holes are no actions.
+    """
+    config, tokenizer = task.config, task.tokenizer
+    seq_len, asked = config.data.seq_len, config.sample.gen_length
+    model = Model(task.network, params, tokenizer, seq_len, config.sample)
+    policy = sampler(model, trace=reads_trace)
 
-    def __init__(self, task: Task, params: Any, settings: PolicySettings, *, reads_trace: bool):
-        self._task, config = task, task.config
-        model = Model(task.network, params, task.tokenizer, config.data.seq_len, config.sample)
-        policy = sampler(model, trace=reads_trace)
+    @functools.partial(jax.jit, compiler_options=dict(policy.compiler_options))
+    def draw(params: Params, tokens_BL: Any, length_B: Any, seed_B: Any) -> Any:
+        state = policy.init(tokens_BL, length_B, seed_B)
+        return policy.finish(policy.run(params, state, config.sample.steps))
 
-        def draw(params: Any, tokens_BL: Any, length_B: Any, seed_B: Any) -> Any:
-            state = policy.init(tokens_BL, length_B, seed_B)
-            return policy.finish(policy.run(params, state, config.sample.steps))
-
-        self._draw = jax.jit(draw, compiler_options=dict(policy.compiler_options))
-
-    def __call__(self, params: Any, tokens: Any, given: Any, group: int, step: int) -> Rollout:
-        """`group` answers to each prompt. Samples that end with holes are no actions."""
-        config, tokenizer = self._task.config, self._task.tokenizer
+    def sample(params: Params, tokens: Any, given: Any, group: int, step: int) -> Rollout:
         tokens_BL, given_B = (np.repeat(np.asarray(x), group, axis=0) for x in (tokens, given))
-        seq_len, asked = config.data.seq_len, config.sample.gen_length
         length_B = given_B + asked if asked else np.full_like(given_B, seq_len)
         require(
             int(length_B.max()) <= seq_len,
@@ -452,23 +381,25 @@ class _Samples:
         place_1L = np.arange(seq_len)[None]
         canvas_BL = np.where(place_1L < given_B[:, None], tokens_BL, tokenizer.mask_id)
         canvas_BL = np.where(place_1L < length_B[:, None], canvas_BL, tokenizer.pad_id)
-        drawn = np.random.SeedSequence([config.train.seed, step % 2**32])
-        seed_B = drawn.generate_state(len(given_B), np.uint32)
-        made = self._draw(params, canvas_BL.astype(np.int32), length_B.astype(np.int32), seed_B)
-        status_B = np.asarray(made.status)
+        seeds = np.random.SeedSequence([config.train.seed, step % 2**32])
+        seed_B = seeds.generate_state(len(given_B), np.uint32)
+        found = draw(params, canvas_BL.astype(np.int32), length_B.astype(np.int32), seed_B)
+        status_B = np.asarray(found.status)
         is_whole_B = np.isin(status_B, [int(Status.DONE), int(Status.CANVAS_FULL)])
-        is_text_BL = place_1L < np.asarray(made.lengths)[:, None]
-        answer_BL = np.where(is_text_BL, np.asarray(made.tokens), tokenizer.eos_id)
+        is_text_BL = place_1L < np.asarray(found.lengths)[:, None]
+        answer_BL = np.where(is_text_BL, np.asarray(found.tokens), tokenizer.eos_id)
         is_action_BL = is_text_BL & is_whole_B[:, None]
         columns: dict[str, Any] = dict(
             tokens_BL=np.where(place_1L < length_B[:, None], answer_BL, tokenizer.pad_id),
             length_B=length_B.astype(np.int32),
             given_B=given_B.astype(np.int32),
-            step_BL=np.where(is_action_BL, np.asarray(made.committed), -1),
+            step_BL=np.where(is_action_BL, np.asarray(found.committed), -1),
             advantage_B=np.zeros(len(given_B), np.float32),
-            trace=made.trace,
+            trace=found.trace,
         )
         return Rollout(**columns)
+
+    return sample
 
 
 def _rewards(task: Task, reward: Reward, rows: Any) -> np.ndarray:
@@ -500,13 +431,6 @@ def _check(config: Any, settings: PolicySettings) -> None:
     if sample.edits or sample.renoises:
         raise SettingError("sample.edit", sample.edit, "moves tokens of samples", "remove it")
     require(
-        settings.loss != "trace" or sample.temperature > 0,
-        "sample.temperature",
-        0.0,
-        "makes no random choices, which loss='trace' requires",
-        "use 1",
-    )
-    require(
         config.train.steps % settings.updates == 0,
         "train.steps",
         config.train.steps,
@@ -528,18 +452,10 @@ def reward_function(name: str) -> Callable[..., Sequence[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code: 2 for input that it refuses."""
-    parser = argparse.ArgumentParser(prog="python -m dlm_jax.contrib.rl", description=__doc__)
-    parser.add_argument("--reward", required=True, metavar="MODULE:FUNCTION")
-    loops.add_settings(parser, PolicySettings)
-    args = parser.parse_args(argv)
-    try:
-        config, settings = loops.settings_of(args, PolicySettings)
+    def train(args: argparse.Namespace, config: Any, settings: PolicySettings) -> None:
         train_policy(config, reward_function(args.reward), settings)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return loops.program(argv, "rl", PolicySettings, train, reward="MODULE:FUNCTION")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling.propose import FillInput, FillOutput, Parallel
 from dlm_jax.sampling.rule_tools import at_places, fold, logits, put, salted, steps_needed
 from dlm_jax.sampling.transforms import At, Chain
-from dlm_jax.settings import UNSET, SettingError, require_values
+from dlm_jax.settings import UNSET, SettingError, require, require_values
 
 _SALT = 0x73706563
 _NEEDS = {
@@ -25,6 +25,7 @@ _NEEDS = {
     "cache": ("none",),
     "threshold_alone": (0,),
     "threshold_least": (1,),
+    "structure": ("",),
 }
 _Verified = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -50,66 +51,27 @@ class Speculative(FillRule):
 
     @classmethod
     def check(cls, row: Any) -> None:
-        require_values(
-            row,
-            _NEEDS,
-            "is not supported with fill='speculative', which verifies a draft of the whole row "
-            "from left to right",
-        )
-        if row.threshold <= 0:
-            raise SettingError(
-                "threshold",
-                0.0,
-                "commits drafts that fill='speculative' rejects",
-                "for example, use 0.9",
-            )
-        if row.threshold >= 1 and row.threshold_above:
-            raise SettingError(
-                "threshold",
-                row.threshold,
-                "with threshold_above commits no draft that fill='speculative' accepts",
-                "for example, use threshold=0.9",
-            )
-        if row.structure:
-            raise SettingError(
-                "structure", UNSET, "requires one token per step", "use fill='parallel'"
-            )
-        if row.edits or row.renoises:
-            raise SettingError(
-                "edit",
-                UNSET,
-                "and re-noise are not supported with fill='speculative'",
-                "leave them off",
-            )
-        for transform in row.table.chained(row):
-            if transform.init is not LogitTransform.init and transform.is_used(row):
-                raise ValueError(
-                    f"{transform.name!r} of the chain depends on committed tokens, but "
-                    "fill='speculative' verifies drafts before they are committed; leave it at its "
-                    "default"
-                )
+        what = "with fill='speculative', which verifies a draft of the whole row"
+        require_values(row, _NEEDS, f"is not supported {what}")
+        why, remedy = f"commits no or all drafts {what}", "for example, use threshold=0.9"
+        commits_some = 0 < row.threshold < (1 if row.threshold_above else 2)
+        require(commits_some, "threshold", row.threshold, why, remedy)
+        for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
+            require(not is_on, name, UNSET, f"is not supported {what}", "leave it at its default")
+        check_chain(row, "fill='speculative'")
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
-        if not facts.block_length:
-            raise SettingError(
-                "fill",
-                "speculative",
-                "requires model.attention_type='block_causal'",
-                "use fill='parallel'",
-            )
+        why = "requires model.attention_type='block_causal'"
+        require(facts.block_length > 0, "fill", "speculative", why, "use fill='parallel'")
 
     @classmethod
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
         (holes,) = np.nonzero(is_open)
         begin = holes[0] // facts.block_length * facts.block_length
-        if row.steps < (needed := steps_needed(holes, row.block_length, begin)):
-            raise SettingError(
-                "steps",
-                row.steps,
-                f"is less than the {needed} that fill='speculative' requires to verify every token",
-                f"use steps={needed}",
-            )
+        needed = steps_needed(holes, row.block_length, begin)
+        why = f"is less than the {needed} that fill='speculative' requires to verify every token"
+        require(row.steps >= needed, "steps", row.steps, why, f"use steps={needed}")
 
     def propose(self, fill: FillInput) -> FillOutput:
         """The accepted candidates and a replacement for the first rejected one."""
@@ -172,6 +134,15 @@ def _verified(
     zeros_BL = jnp.zeros(draft_BL.shape, jnp.float32)
     none = (zeros_BL > 0, zeros_BL.astype(jnp.int32), zeros_BL, zeros_BL)
     return fold(fill.is_open_BL, fill.chunk, verify, none)
+
+
+def check_chain(row: Any, what: str) -> None:
+    """Raises SettingError for a transform of the row that reads tokens of the same step."""
+    for transform in row.table.chained(row):
+        if transform.init is not LogitTransform.init and transform.is_used(row):
+            name = next((s.name for s in transform.settings() if s.activates), transform.name)
+            why = f"depends on the tokens of the same step, which {what} verifies at once"
+            raise SettingError(name, getattr(row, name, UNSET), why, "leave it at its default")
 
 
 def accept(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from dlm_jax import Model, Request, Row
 from dlm_jax.data import Tokenizer, bytes_of
@@ -71,28 +69,25 @@ class Answer:
 
     def whole(self, done: Sequence[Done]) -> dict[str, Any]:
         choices = [self._choice(index, one) for index, one in enumerate(done)]
-        told = self._head(self.asked.object) | {"choices": choices, "usage": self.usage(done)}
-        return told | (self._prompt_ids(0) if self._is_chat else {})
+        return self._head(self.asked.object) | {"choices": choices, "usage": self.usage(done)}
 
     def begin(self) -> list[dict[str, Any]]:
         """Returns the first events: the role of each choice in a chat."""
         if not self._is_chat:
             return []
-        delta, ids = {"role": "assistant", "content": ""}, self._prompt_ids(0)
-        return [self._event(index, delta, None) | ids for index in range(len(self.requests))]
+        delta = {"role": "assistant", "content": ""}
+        return [self._event(index, delta, None) for index in range(len(self.requests))]
 
     def grown(
-        self, index: int, row: Row, start: int, pieces: Sequence[NewText], done: Done | None
+        self, index: int, row: Row, pieces: Sequence[NewText], done: Done | None
     ) -> list[dict[str, Any]]:
-        """Returns the events of new text of a choice, whose text begins at the token `start`."""
+        """Returns the events of new text of a choice."""
         events = []
         for one in pieces:
-            if not (one.text or one.is_last or self.asked.return_token_ids):
+            if not one.text and not one.is_last:
                 continue
             reason = done.finish_reason if done is not None and one.is_last else None
-            details = self._details(index, row, one.places)
-            if one.places.start == start and not self._is_chat:
-                details |= self._prompt_ids(index)
+            logprobs = self._logprobs(index, row, one.places)
             text, parts = one.text, []
             if self._may_call:
                 calls = self._calls.setdefault(index, Calls())
@@ -101,7 +96,7 @@ class Answer:
             delta: Any = text if not self._is_chat else {"content": text} if text else {}
             if parts:
                 delta["tool_calls"] = parts
-            events.append(self._event(index, delta, reason, details))
+            events.append(self._event(index, delta, reason, logprobs))
         return events
 
     def end(self, done: Sequence[Done]) -> list[dict[str, Any]]:
@@ -129,15 +124,15 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _event(
-        self, index: int, delta: Any, reason: str | None, details: Mapping[str, Any] | None = None
+        self, index: int, delta: Any, reason: str | None, logprobs: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        choice = {"index": index, "finish_reason": reason, "logprobs": None, **(details or {})}
+        choice = {"index": index, "finish_reason": reason, "logprobs": logprobs}
         choice["delta" if self._is_chat else "text"] = delta
         return self._head(self.asked.event) | {"choices": [choice]}
 
     def _choice(self, index: int, done: Done) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": done.finish_reason}
-        choice |= self._details(index, done.row, done.places)
+        choice["logprobs"] = self._logprobs(index, done.row, done.places)
         if self._is_chat:
             message: dict[str, Any] = {"role": "assistant", "content": done.text}
             if self._may_call:
@@ -147,25 +142,9 @@ class Answer:
                     choice["finish_reason"] = "tool_calls"
                     message |= {"content": None, "tool_calls": calls.whole}
             return choice | {"message": message}
-        choice |= self._prompt_ids(index)
         if self.is_infill:
             return choice | {"text": done.infilled, "infills": list(done.filled)}
         return choice | {"text": done.text}
-
-    def _details(self, index: int, row: Row, places: range) -> dict[str, Any]:
-        """Returns what is requested of the tokens at `places`."""
-        told: dict[str, Any] = {"logprobs": self._logprobs(index, row, places)}
-        if self.asked.return_token_ids:
-            told["token_ids"] = row.tokens[places.start : places.stop].tolist()
-        return told
-
-    def _prompt_ids(self, index: int) -> dict[str, Any]:
-        """Returns the ids of a choice's prompt (the tokens before its first hole), if requested."""
-        if not self.asked.return_token_ids:
-            return {}
-        (free,) = np.nonzero(self.requests[index].is_open(self.tokenizer.mask_id))
-        ids = self.requests[index].tokens[: free[0] if free.size else None]
-        return {"prompt_token_ids": ids.tolist()}
 
     def _logprobs(self, index: int, row: Row, places: range) -> dict[str, Any] | None:
         """Returns the log-probabilities of the tokens at `places` that were written and, if

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -24,13 +24,13 @@ from starlette.routing import Route
 
 import dlm_jax
 from dlm_jax import AsyncEngine, Counters, Engine, Request, Row, Status
-from dlm_jax.inference.reader import NewText, TextReader
+from dlm_jax.inference.reader import TextReader
 from dlm_jax.serving.answer import Answer, Done
 from dlm_jax.serving.http import (
     LOGGER,
+    Emit,
     Events,
     Json,
-    OwnHost,
     check_key,
     error_response,
     log_answer,
@@ -47,14 +47,17 @@ from dlm_jax.serving.protocol import (
     Options,
     Planner,
     SamplingFields,
+    refused,
 )
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
-class Metrics:
+class Metrics(prometheus_client.registry.Collector):
+    """The metrics of a server; those of the engine are collected at each scrape."""
+
     def __init__(self, engine: Engine):
-        self._registry = prometheus_client.CollectorRegistry()
+        self._engine, self._registry = engine, prometheus_client.CollectorRegistry()
         names = {"registry": self._registry, "namespace": "dlm_jax"}
         self.requests = prometheus_client.Counter(
             "requests", "Requests answered.", ("route", "status"), **names
@@ -62,26 +65,16 @@ class Metrics:
         self.seconds = prometheus_client.Histogram(
             "request_seconds", "Seconds per answer.", ("route",), buckets=_SECONDS, **names
         )
-        self.first = prometheus_client.Histogram(
-            "first_event_seconds", "Seconds to the first generated text.", buckets=_SECONDS, **names
-        )
         self.waited = prometheus_client.Histogram(
             "waited_seconds", "Seconds that a row waited in the queue.", buckets=_SECONDS, **names
         )
         self.tokens = prometheus_client.Counter(
             "tokens", "Prompt and generated tokens.", ("kind",), **names
         )
-        self._registry.register(_EngineFigures(engine))
+        self._registry.register(self)
 
     def text(self) -> bytes:
         return prometheus_client.generate_latest(self._registry)
-
-
-class _EngineFigures(prometheus_client.registry.Collector):
-    """Metrics of the engine, collected at each scrape."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
         report = self._engine.report()
@@ -141,19 +134,10 @@ def make_app(engine: AsyncEngine, options: Options) -> Starlette:
             for path, fields in _END_POINTS.items()
         ),
     ]
-    checks = [Middleware(OwnHost, hosts=options.hosts)] if options.hosts else []
-    if options.origins:
-        checks.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=options.origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=["*"],
-            )
-        )
+    hosts = list(options.hosts) or ["*"]
     return Starlette(
         routes=routes,
-        middleware=checks,
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
         lifespan=server.lifespan,
         exception_handlers={HTTPException: _unknown, Exception: _defect},
     )
@@ -212,6 +196,8 @@ class _Server:
                 response = await answer(request)
             except ApiError as error:
                 response = error_response(error)
+            except RecursionError:
+                response = error_response(refused("the body is nested too deeply", None))
             except ClientDisconnect:
                 response = Response(status_code=_GONE)
             except asyncio.CancelledError:  # the grace period is over; answer with an error
@@ -250,7 +236,7 @@ class _Server:
         return Json(told)
 
     async def texts(self, fields: type[SamplingFields], request: HttpRequest) -> Response:
-        body = await read_body(request, self._options.max_body)
+        body = await read_body(request)
         path, began = request.url.path, time.perf_counter()
         seconds = self._options.max_seconds
         # A structure can take seconds to compile.
@@ -260,7 +246,7 @@ class _Server:
         if answer.asked.stream:
             return self._events(answer, path, began)
         with self._admitted(len(answer.requests)):
-            work, spent = self._whole(answer), time.perf_counter() - began
+            work, spent = self._texts(answer), time.perf_counter() - began
             done = await while_connected(request.receive, seconds, work, spent=spent)
         self._tell(path, answer, done, began)
         return Json(answer.whole(done))
@@ -272,9 +258,8 @@ class _Server:
         admission = contextlib.ExitStack()
         admission.enter_context(self._admitted(len(answer.requests)))
 
-        async def run(emit: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
-            done = await self._stream(answer, emit, began)
-            self._tell(path, answer, done, began)
+        async def run(emit: Emit) -> None:
+            self._tell(path, answer, await self._texts(answer, emit), began)
 
         def ended(status: int) -> None:
             admission.close()
@@ -295,10 +280,6 @@ class _Server:
             self._metrics.tokens.labels(kind).inc(usage[f"{kind}_tokens"])
         for one in done:
             self._metrics.waited.observe(one.row.waited)
-        texts: dict[str, Any] = {}
-        if self._options.logs_texts:
-            given = [self._model.tokenizer.decode(r.tokens) for r in answer.requests]
-            texts = {"prompts": given, "texts": [one.infilled or one.text for one in done]}
         waited = max(one.row.waited for one in done)
         log_answer(
             "done",
@@ -309,7 +290,6 @@ class _Server:
             is_stream=bool(answer.asked.stream),
             choices=len(done),
             **usage,
-            **texts,
         )
 
     @contextlib.contextmanager
@@ -328,80 +308,42 @@ class _Server:
         finally:
             self._num_rows -= count
 
-    async def _whole(self, answer: Answer) -> list[Done]:
-        """Returns all choices of an answer after the last choice has ended."""
-        async with _Group() as group:
-            tasks = [group.create_task(self._done(answer, one)) for one in answer.requests]
-        return [task.result() for task in tasks]
-
-    async def _stream(
-        self,
-        answer: Answer,
-        emit: Callable[[dict[str, Any]], Awaitable[None]],
-        began: float,
-    ) -> list[Done]:
-        """Returns all choices of an answer; events are emitted during generation."""
-        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        is_first = True
-
-        async def run(index: int, request: Request) -> Done:
-            nonlocal is_first
-            try:
-                async with contextlib.aclosing(self._growing(answer, request)) as growing:
-                    async for row, reader, pieces, done in growing:
-                        if is_first and (done is not None or any(one.text for one in pieces)):
-                            self._metrics.first.observe(time.perf_counter() - began)
-                            is_first = False
-                        for event in answer.grown(index, row, reader.start, pieces, done):
-                            events.put_nowait(event)
-                        if done is not None:
-                            return done
-            finally:
-                events.put_nowait(None)
-            raise AssertionError("an event of a finished row")
-
-        async with _Group() as group:
-            tasks = [group.create_task(run(*one)) for one in enumerate(answer.requests)]
+    async def _texts(self, answer: Answer, emit: Emit | None = None) -> list[Done]:
+        """Runs the choices of an answer; `emit` sends the events of a stream."""
+        if emit is not None:
             for event in answer.begin():
                 await emit(event)
-            num_running = len(tasks)
-            while num_running:
-                event = await events.get()
-                if event is None:
-                    num_running -= 1
-                else:
-                    await emit(event)
+        async with _Group() as group:
+            tasks = [
+                group.create_task(self._text(answer, index, request, emit))
+                for index, request in enumerate(answer.requests)
+            ]
         done = [task.result() for task in tasks]
-        for event in answer.end(done):
-            await emit(event)
+        if emit is not None:
+            for event in answer.end(done):
+                await emit(event)
         return done
 
-    async def _done(self, answer: Answer, request: Request) -> Done:
-        if not answer.stops and not answer.stop_ids:
+    async def _text(self, answer: Answer, index: int, request: Request, emit: Emit | None) -> Done:
+        reader = answer.reader(self._model, request)
+        if emit is None and not answer.stops and not answer.stop_ids:
             row = await self._engine.row(request)
             _check(row)
-            return self._of(answer, request, answer.reader(self._model, request), row)
-        async with contextlib.aclosing(self._growing(answer, request)) as growing:
-            async for *_, done in growing:
-                if done is not None:
-                    return done
-        raise AssertionError("an event of a finished row")
-
-    async def _growing(
-        self, answer: Answer, request: Request
-    ) -> AsyncGenerator[tuple[Row, TextReader, list[NewText], Done | None], None]:
-        """Yields the current row, its reader, its new text and, at the end, the choice."""
-        reader = answer.reader(self._model, request)
-        rows = self._engine.watch(request)
-        async with contextlib.aclosing(rows):
+            return self._done(answer, request, reader, row)
+        async with contextlib.aclosing(self._engine.watch(request)) as rows:
             async for row in rows:
                 _check(row)
                 pieces = reader.pieces(row)
                 is_over = bool(pieces) and pieces[-1].is_last
-                done = self._of(answer, request, reader, row) if is_over else None
-                yield row, reader, pieces, done
+                done = self._done(answer, request, reader, row) if is_over else None
+                if emit is not None:
+                    for event in answer.grown(index, row, pieces, done):
+                        await emit(event)
+                if done is not None:
+                    return done
+        raise AssertionError("a row that does not end")
 
-    def _of(self, answer: Answer, request: Request, reader: TextReader, row: Row) -> Done:
+    def _done(self, answer: Answer, request: Request, reader: TextReader, row: Row) -> Done:
         """Returns a finished choice. The row can still be running."""
         text, places, is_stopped = reader.whole(row)
         structure: Any = request.sample.structure

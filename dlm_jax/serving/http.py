@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
 import json
 import logging
 import os
-import re
 import signal
 import socket
-import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from types import FrameType
 from typing import Any, TypeVar
 
 import pydantic
 import uvicorn
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from dlm_jax.serving.protocol import ApiError, of_fields, refused
 
@@ -33,10 +29,8 @@ LOGGER = logging.getLogger("dlm_jax.serving")
 T = TypeVar("T")
 M = TypeVar("M", bound=pydantic.BaseModel)
 
-_DEEPEST = 64
-# Possessive, so that a string without an end takes linear time.
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
-_BODY_SECONDS = 30.0
+_MOST_BYTES = 1 << 20
+"""Maximum size of a request."""
 _BEAT_SECONDS = 15.0
 _EVENTS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache"))
 _CONNECTIONS = 4096
@@ -89,30 +83,26 @@ class Json(Response):
 
 def error_response(error: ApiError) -> Json:
     headers = {"retry-after": "1"} if error.status in (429, 503) else {}
-    if error.status in (408, 413, 415, 503):
+    if error.status in (413, 415, 503):
         headers["connection"] = "close"  # the rest of the request body is not read
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Json(error.body(), error.status, headers)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request) -> bytes:
     # Any web page can send other types without a preflight.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = f"content-type={kind[:40]!r} is not application/json; send this header and JSON"
         raise ApiError(415, message, code="unsupported_media_type")
     parts, size = [], 0
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    message = f"the body has more than {limit} bytes; send a smaller one"
-                    raise ApiError(413, message, code="too_large")
-                parts.append(part)
-    except TimeoutError:
-        raise ApiError(408, "the body did not arrive in time; send it faster") from None
+    async for part in request.stream():
+        size += len(part)
+        if size > _MOST_BYTES:
+            message = f"the body has more than {_MOST_BYTES} bytes; send a smaller one"
+            raise ApiError(413, message, code="too_large")
+        parts.append(part)
     return b"".join(parts)
 
 
@@ -121,13 +111,8 @@ def parsed(kind: type[M], body: bytes) -> M:
 
     Raises:
       ApiError: the body is not a request of this kind.
+      RecursionError: the body is nested too deeply.
     """
-    depth = deepest = 0
-    for found in _BRACKETS.finditer(body):
-        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
-        deepest = max(deepest, depth)
-    if deepest > _DEEPEST:
-        raise refused(f"the body is nested more than {_DEEPEST} levels deep", None)
 
     def constant(name: str) -> Any:
         raise ValueError(f"{name} is not valid JSON")
@@ -149,29 +134,9 @@ def check_key(request: Request, key: str | None) -> None:
     if key is None:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    digests = [hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in (key, given)]
-    if not hmac.compare_digest(*digests) or scheme.lower() != "bearer":
+    is_same = hmac.compare_digest(key.encode(), given.encode("utf-8", "replace"))
+    if not is_same or scheme.lower() != "bearer":
         raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-
-
-class OwnHost:
-    """Refuses requests whose ``Host``, without the port, is not one of `hosts`.
-
-    A web page whose name resolves to this machine (DNS rebinding) sends its own name.
-    """
-
-    def __init__(self, app: ASGIApp, hosts: Collection[str]):
-        self._app, self._hosts = app, hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http":
-            host = re.sub(r":\d*$", "", Headers(scope=scope).get("host", "")).lower()
-            if host not in self._hosts:
-                known = " or ".join(sorted(self._hosts))
-                message = f"host={host[:60]!r} is not this server; use {known}"
-                app = error_response(ApiError(403, message, code="wrong_host"))
-        await app(scope, receive, send)
 
 
 async def while_connected(
@@ -202,9 +167,12 @@ async def while_connected(
 async def _gone(receive: Receive) -> None:
     """Returns when the client has disconnected."""
     while True:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect":
+        if (await receive())["type"] == "http.disconnect":
             return
+
+
+Emit = Callable[[dict[str, Any]], Awaitable[None]]
+"""Sends an event."""
 
 
 class Events(Response):
@@ -222,7 +190,7 @@ class Events(Response):
 
     def __init__(
         self,
-        run: Callable[[Callable[[dict[str, Any]], Awaitable[None]]], Coroutine[Any, Any, None]],
+        run: Callable[[Emit], Coroutine[Any, Any, None]],
         ended: Callable[[int], None],
         seconds: float,
         spent: float,
@@ -292,21 +260,14 @@ _LAST_WORDS = 5.0
 
 
 class Server(uvicorn.Server):
-    """A server on a socket. When stopped, it rejects new requests and finishes running requests.
+    """A server that rejects new requests and finishes running requests when it is stopped.
 
     A signal or ``should_exit`` stops the server; a second signal ends the process at once. After a
-    stop, running requests have `drain` seconds to finish. `listens` is called when the server
-    accepts requests on its socket, which is from `listening`.
+    stop, running requests have `drain` seconds to finish. `run` takes a socket, as from
+    `listening`.
     """
 
-    def __init__(
-        self,
-        app: Starlette,
-        sock: socket.socket,
-        *,
-        drain: float,
-        listens: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, app: Starlette, *, drain: int):
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -315,46 +276,24 @@ class Server(uvicorn.Server):
             lifespan="on",
             limit_concurrency=_CONNECTIONS,
             timeout_keep_alive=20,
-            timeout_graceful_shutdown=max(1, round(drain)),
+            timeout_graceful_shutdown=drain,
         )
         super().__init__(config)
-        self._sock, self._listens = sock, listens
-
-    def answer(self) -> None:
-        """Runs the server until it is stopped."""
-        asyncio.run(self.serve(sockets=[self._sock]))
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if not self.should_exit:
-            self._listens()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Rejects new requests and returns when all running requests have an answer or an error."""
         await super().shutdown(sockets)
         tasks = set(self.server_state.tasks)
-        if tasks and not self.force_exit:
+        if tasks:
             await asyncio.wait(tasks, timeout=_LAST_WORDS)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stops the server. It does not raise the signal again afterwards, as uvicorn does."""
         self.should_exit = True
         for number in _SIGNALS:  # the default handler also ends a process whose thread is busy
             # The kernel ignores the default handler for process 1 of a container.
             at_once = (lambda sig, _: os._exit(128 + sig)) if os.getpid() == 1 else signal.SIG_DFL
             signal.signal(number, at_once)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handles the signals that stop the server and does not raise them again afterwards."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def listening(host: str, port: int) -> socket.socket:

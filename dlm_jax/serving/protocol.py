@@ -11,7 +11,6 @@ import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -30,11 +29,6 @@ from dlm_jax.sampling.rules import BUILT_IN, with_rules
 from dlm_jax.serving import tools
 from dlm_jax.serving.answer import Answer
 from dlm_jax.settings import UNSET, SettingError, nearest, renamed
-
-_TYPES = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-}
 
 
 class ApiError(Exception):
@@ -56,7 +50,6 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = _TYPES.get(HTTPStatus(self.status), kind)
         told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": told}
 
@@ -108,7 +101,7 @@ _ALIASES: dict[str, str] = {
     alias: "max_tokens" if name == "gen_length" else name
     for name, setting in BUILT_IN.settings.items()
     for alias in setting.aliases
-}
+} | {"gen_length": "max_tokens"}
 """Fields that have the effect of others, keyed by alias."""
 _IGNORED = {
     *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -124,6 +117,7 @@ class SamplingFields(Fields):
       prefix_of_id: prefix of answer ids.
       object: ``object`` field of answers.
       event: ``object`` field of stream events.
+      aliases: further names of fields.
     """
 
     model_config = pydantic.ConfigDict(extra="allow")
@@ -131,6 +125,7 @@ class SamplingFields(Fields):
     prefix_of_id: ClassVar[str]
     object: ClassVar[str]
     event: ClassVar[str]
+    aliases: ClassVar[Mapping[str, str]] = _ALIASES
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -140,7 +135,6 @@ class SamplingFields(Fields):
     stop: str | list[str] | None = None
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
@@ -152,7 +146,7 @@ class SamplingFields(Fields):
         for name, value in given.items():
             if name in _IGNORED:
                 continue
-            field: Any = name if name in cls.model_fields else _ALIASES.get(name, name)
+            field: Any = name if name in cls.model_fields else cls.aliases.get(name, name)
             if field in fields and value is None:
                 continue
             if fields.get(field) is not None:
@@ -288,12 +282,10 @@ class Chat(SamplingFields):
     route = "/v1/chat/completions"
     prefix_of_id = "chatcmpl"
     object, event = "chat.completion", "chat.completion.chunk"
+    aliases = _ALIASES | {"max_completion_tokens": "max_tokens"}
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
     draft: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -323,14 +315,12 @@ class Chat(SamplingFields):
 
 
 class Infill(SamplingFields):
-    """A request to ``/v1/infill``: a prefix and a suffix, or a template."""
+    """A request to ``/v1/infill``: a text with gaps, such as ``<hole:8>``."""
 
     route = "/v1/infill"
     prefix_of_id = object = event = "infill"
 
-    prefix: str | None = None
-    suffix: str | None = None
-    template: str | None = None
+    template: str
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
@@ -342,31 +332,25 @@ class Options:
       name: name under which the model is served.
       max_rows: maximum number of rows per request, over all prompts.
       max_waiting: maximum number of rows that wait for a slot.
-      max_body: maximum size of a request in bytes.
       max_seconds: maximum duration of a request in seconds, including waiting.
       max_steps: maximum number of steps per row.
       key: API key that requests must contain; None if no key is required.
       defaults: default settings of requests.
       length: default number of new tokens in completions and infills.
-      logs_texts: whether prompts and texts are logged.
       warms_up: whether programs for common requests are compiled at startup.
       hosts: values of ``Host``, without the port, that requests must have; empty allows any.
-      origins: origins whose web pages may read answers; ``*`` allows any.
     """
 
     name: str
     max_rows: int = 128
     max_waiting: int = 1024
-    max_body: int = 1 << 20
     max_seconds: float = 600.0
     max_steps: int = 4096
     key: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     length: int = 16
-    logs_texts: bool = False
     warms_up: bool = False
     hosts: tuple[str, ...] = ()
-    origins: tuple[str, ...] = ()
 
 
 class Planner:
@@ -406,38 +390,26 @@ class Planner:
         length = asked.max_tokens
         contents: list[dict[str, Any]] = []
         for prompt in prompts:
-            ids = self._prompt_ids(prompt, "prompt") if isinstance(prompt, str) else prompt
+            ids = self._prompt_ids(prompt) if isinstance(prompt, str) else prompt
             if length is None and asked.draft is None:
                 length = max(1, min(self._length, self._room(asked) - len(ids)))
             if asked.suffix is not None:
-                contents.append(self._gap(ids, asked.suffix, length or self._length, "prompt"))
+                contents.append(self._gap(ids, asked.suffix, length or self._length))
             else:
                 contents.append(_start(ids, asked.draft))
         return self._answer(asked, "prompt", contents, length)
 
     def _chat(self, asked: Chat) -> Answer:
-        given = asked.max_tokens, asked.max_completion_tokens
-        lengths = {length for length in given if length is not None}
-        if len(lengths) > 1:
-            raise refused("max_tokens and max_completion_tokens differ; pass one", "max_tokens")
         if asked.top_logprobs and not asked.logprobs:
             raise refused("top_logprobs has no effect without logprobs=true", "top_logprobs")
-        self._check_size(sum(len(one.text) for one in asked.messages), "messages")
         content = _start(self._chat_ids(asked), asked.draft)
-        return self._answer(asked, "messages", [content], min(lengths, default=None))
+        return self._answer(asked, "messages", [content], asked.max_tokens)
 
     def _infill(self, asked: Infill) -> Answer:
-        if (asked.template is None) == (asked.prefix is None and asked.suffix is None):
-            raise refused("pass prefix and suffix, or a template with <hole:8>", "template")
         for name in ("stop", "stop_token_ids"):
             if getattr(asked, name):
                 raise refused(f"{name} has no effect on an infill; remove it", name)
-        if asked.template is not None:
-            content = {"template": asked.template}
-            return self._answer(asked, "template", [content], asked.max_tokens)
-        prefix, length = self._prompt_ids(asked.prefix or "", "prefix"), asked.max_tokens
-        content = self._gap(prefix, asked.suffix or "", length or self._length, "prefix")
-        return self._answer(asked, "prefix", [content], length)
+        return self._answer(asked, "template", [{"template": asked.template}], asked.max_tokens)
 
     def usual(self) -> Iterator[Request]:
         """Yields requests with defaults for each canvas length: without and with a response format,
@@ -458,14 +430,6 @@ class Planner:
                 "the model has no chat template; use /v1/completions or pass one to the server",
                 "messages",
             )
-        continues = bool(asked.continue_final_message)
-        if continues and asked.add_generation_prompt:
-            raise refused(
-                "continue_final_message and add_generation_prompt cannot be combined; "
-                "pass only one of them",
-                "continue_final_message",
-            )
-        begins = not continues and asked.add_generation_prompt is not False
         more = dict(asked.chat_template_kwargs or {})
         for name in sorted(RESERVED & more.keys()):
             raise refused(
@@ -474,11 +438,10 @@ class Planner:
             )
         if asked.tools:
             more["tools"] = [one.model_dump(exclude_none=True) for one in asked.tools]
-        said = [one.turn for one in asked.messages]
+        size = sum(len(one.text) for one in asked.messages)
         try:
-            return self.model.chat.ids(
-                said, begins_answer=begins, continues=continues, **more
-            ).tolist()
+            check_size("messages", size, self.model.max_length)
+            return self.model.chat.ids([one.turn for one in asked.messages], **more).tolist()
         except ValueError as error:
             raise refused(str(error), "messages") from None
 
@@ -543,8 +506,6 @@ class Planner:
         """Returns the given settings by name; `make_requests` checks their values."""
         given, known = asked.settings, self._table.request_settings
         if length is not None:
-            if given.get("gen_length", length) != length:
-                raise refused("gen_length is another name of max_tokens; pass one", "gen_length")
             given["gen_length"] = length
         for name, value in given.items():
             if name not in known:
@@ -589,34 +550,25 @@ class Planner:
             raise refused(f"max_length={asked.max_length} exceeds the canvas, {most}", "max_length")
         return asked.max_length or most
 
-    def _gap(self, ids: Sequence[int], suffix: str, length: int, name: str) -> dict[str, Any]:
-        """Returns the tokens of a canvas with one gap of `length` tokens between `ids` and
-        `suffix`.
-        """
+    def _gap(self, ids: Sequence[int], suffix: str, length: int) -> dict[str, Any]:
+        """The tokens of a canvas with one gap of `length` tokens between `ids` and `suffix`."""
         mask_id = self.model.tokenizer.mask_id
         if mask_id in ids:
-            raise refused(f"{name} contains MASK ({mask_id}); use a template", name)
-        self._check_size(len(suffix), "suffix")
+            raise refused(f"prompt contains MASK ({mask_id}); use /v1/infill", "prompt")
         behind = np.asarray(self._encoded(suffix, "suffix"), np.int64)
         if length > self.model.max_length:
             raise refused(f"max_tokens={length} exceeds the canvas", "max_tokens")
         tokens = np.concatenate([np.asarray(ids, np.int64), np.full(length, mask_id), behind])
         return {"tokens": tokens, "infill": True}
 
-    def _prompt_ids(self, text: str, name: str) -> Sequence[int]:
+    def _prompt_ids(self, text: str) -> Sequence[int]:
         """Encodes a text at the start of a row, with the ids that the tokenizer puts there."""
-        self._check_size(len(text), name)
-        return [*self.model.prefix_ids, *self._encoded(text, name)]
-
-    def _check_size(self, size: int, name: str) -> None:
-        try:
-            check_size(name, size, self.model.max_length)
-        except ValueError as error:
-            raise refused(str(error), name) from None
+        return [*self.model.prefix_ids, *self._encoded(text, "prompt")]
 
     def _encoded(self, text: str, name: str) -> Sequence[int]:
         """Encodes the text that a client passed in the field `name`."""
         try:
+            check_size(name, len(text), self.model.max_length)
             return self.model.tokenizer.encode(text).tolist()
         except ValueError as error:
             raise refused(f"{name}: {error}", name) from None

@@ -12,12 +12,11 @@ JSON object per line.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import math
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,16 +52,6 @@ from dlm_jax.settings import Rule
 _HOSTS = ("127.0.0.1", "[::1]", "localhost")
 
 
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number") from None
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text[:40]} is not a positive number of seconds")
-    return value
-
-
 def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.serve", description=__doc__)
     add: Callable[..., object] = parser.add_argument
@@ -72,13 +61,9 @@ def make_parser() -> Parser:
     add("--port", type=whole(0, 65535), default=8000, help="port to listen on (8000); 0: any")
     name = "DLM_JAX_API_KEY"
     add("--api-key-env", default=name, metavar="NAME", help=f"variable with the key ({name})")
-    origin = "origin whose web pages may use the server; * allows any; repeatable"
-    add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin)
     add("--slots", type=COUNT, default=64, metavar="B", help="rows that run in parallel (64)")
     one = "run all rows in one program: texts are bit-identical under any load, but slower alone"
     add("--one-size", action="store_true", help=one)
-    calls = "number of steps between checks for new requests (2)"
-    add("--steps-per-call", type=COUNT, default=2, metavar="N", help=calls)
     add("--preset", metavar="NAME", help=PRESET)
     default = "default value of a request setting; repeatable"
     add("--default", action="append", default=[], metavar="NAME=VALUE", help=default)
@@ -88,15 +73,12 @@ def make_parser() -> Parser:
     add("--max-waiting", type=COUNT, default=1024, metavar="N", help="maximum waiting rows (1024)")
     add("--max-rows", type=COUNT, default=128, metavar="N", help="maximum rows of a request (128)")
     add("--max-steps", type=COUNT, default=4096, metavar="N", help="maximum steps of a row (4096)")
-    body = "maximum bytes of a request (1048576)"
-    add("--max-body", type=whole(1, 1 << 30), default=1 << 20, metavar="BYTES", help=body)
     most = "maximum seconds per answer, including waiting (600)"
-    add("--max-seconds", type=seconds, default=600.0, metavar="S", help=most)
+    add("--max-seconds", type=COUNT, default=600, metavar="S", help=most)
     drain = "maximum seconds that a stopped server waits for running requests (30)"
-    add("--drain", type=seconds, default=30.0, metavar="S", help=drain)
+    add("--drain", type=COUNT, default=30, metavar="S", help=drain)
     warm = "compile programs when requests need them, not those of ordinary requests at startup"
     add("--no-warm-up", action="store_true", help=warm)
-    add("--log-texts", action="store_true", help="also log prompts and texts")
     add("--version", action="version", version=f"dlm_jax {dlm_jax.__version__}")
     add_mesh_flags(parser)
     return parser
@@ -108,12 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A structure is compiled in Python: the loops of the server and the engine wait less for it.
     sys.setswitchinterval(1e-3)
     with contextlib.ExitStack() as undo:
-        _served(argv, undo).answer()
+        served, sock = _served(argv, undo)
+        served.run(sockets=[sock])
     return End.DONE
 
 
-def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
-    """Creates the server from the flags; `undo` closes the server's socket."""
+def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> tuple[Server, socket.socket]:
+    """Creates the server from the flags, and its socket, which `undo` closes."""
     with refusals(), naming_flags():
         check_output()
         args, overrides = parse_flags(make_parser(), argv)
@@ -139,15 +122,12 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             name=args.model_name or model_name(args),
             max_rows=args.max_rows,
             max_waiting=args.max_waiting,
-            max_body=args.max_body,
             max_seconds=args.max_seconds,
             max_steps=args.max_steps,
             key=key,
-            logs_texts=args.log_texts,
             warms_up=not args.no_warm_up,
             defaults=defaults,
             length=(defaults["gen_length"] or model.max_length) if has_length else 16,
-            origins=_origins(args.allow_origin),
             hosts=_HOSTS if key is None and is_local else (),
         )
         engine = Engine(
@@ -156,21 +136,13 @@ def _served(argv: Sequence[str] | None, undo: contextlib.ExitStack) -> Server:
             sizes=(args.slots,) if args.one_size else None,
             max_waiting=None,
         )
-        app = make_app(AsyncEngine(engine, steps_per_call=args.steps_per_call), options)
+        app = make_app(AsyncEngine(engine), options)
     start_logs()
     LOGGER.info(heads)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    return Server(app, sock, drain=args.drain, listens=lambda: emit(f"http://{shown}:{port}"))
-
-
-def _origins(texts: Sequence[str]) -> tuple[str, ...]:
-    for text in texts:
-        if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
-            raise ValueError(
-                f"--allow-origin {text} is not an origin; write https://example.org, without a path"
-            )
-    return tuple(texts)
+    emit(f"http://{shown}:{port}")
+    return Server(app, drain=args.drain), sock
 
 
 def _defaults(

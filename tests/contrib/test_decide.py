@@ -1,8 +1,6 @@
 """Decisions: exact probabilities of labels, as enumeration has them, whatever runs beside them."""
 
 import dataclasses
-import itertools
-import math
 
 import numpy as np
 import pytest
@@ -27,20 +25,13 @@ def _logits(tokens):
     return np.asarray(found, np.float64)[0, :length]
 
 
-def _oracle(prompt, label, behind="", *, order="left_to_right"):
-    """Log-probability of a label from the logits of every canvas of an order."""
-    given, ids, rest = (TOKENIZER.encode(text) for text in (prompt, label, behind))
-    tokens = [*given, *ids, *rest]
-    hidden = range(len(given), len(given) + len(ids))
-    orders = order_log_probs(
-        _logits, tokens, mask_id=TOKENIZER.mask_id, given=set(range(len(tokens))) - set(hidden)
-    )
+def _oracle(prompt, label):
+    """Log-probability of a label from the logits of the canvas before each token."""
+    given, ids = (TOKENIZER.encode(text) for text in (prompt, label))
     # The first permutation is from left to right.
-    return (
-        orders[0]
-        if order == "left_to_right"
-        else np.logaddexp.reduce(orders) - math.log(len(orders))
-    )
+    return order_log_probs(
+        _logits, [*given, *ids], mask_id=TOKENIZER.mask_id, given=set(range(len(given)))
+    )[0]
 
 
 def _normalised(scores, temperature=1.0):
@@ -48,20 +39,16 @@ def _normalised(scores, temperature=1.0):
     return np.exp(scores - np.logaddexp.reduce(scores))
 
 
-@pytest.mark.parametrize("order", ["left_to_right", "mean"])
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
-def test_probabilities_are_those_of_enumeration_with_labels_that_begin_others(order, temperature):
-    for prompt, made in zip(
-        PROMPTS,
-        decide.decide(MODEL, PROMPTS, LABELS, order=order, temperature=temperature, batch_size=8),
-        strict=True,
-    ):
-        scores = [_oracle(prompt, label, order=order) for label in LABELS]
+def test_probabilities_are_those_of_enumeration_with_labels_that_begin_others(temperature):
+    found = decide.decide(MODEL, PROMPTS, LABELS, temperature=temperature, batch_size=8)
+    for prompt, made in zip(PROMPTS, found, strict=True):
+        scores = [_oracle(prompt, label) for label in LABELS]
         np.testing.assert_allclose(made.logprobs, scores, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(
-            list(made.of().values()), _normalised(scores, temperature), rtol=1e-3, atol=1e-6
+            made.probabilities, _normalised(scores, temperature), rtol=1e-3, atol=1e-6
         )
-        assert made.best[""] == LABELS[int(np.argmax(scores))]
+        assert made.best == LABELS[int(np.argmax(scores))]
 
 
 def test_a_length_penalty_divides_by_a_power_of_the_number_of_tokens():
@@ -78,101 +65,58 @@ def test_a_length_penalty_divides_by_a_power_of_the_number_of_tokens():
     short = [
         decide.decide(MODEL, "A ", ["s", "r"], length_penalty=x, batch_size=8)[0] for x in (0, 2)
     ]
-    assert short[0].of() == short[1].of()
+    np.testing.assert_array_equal(short[0].probabilities, short[1].probabilities)
 
 
-def test_a_prompt_alone_is_the_same_bit_for_bit_as_in_a_batch_and_labels_may_be_permuted():
-    labels, prompts = ["s", "r", "a", " "], PROMPTS * 3
-    asked = [decide.question(MODEL, prompt, labels) for prompt in prompts]
-    rows = [[one.row([ids]) for ids in one.labels[0]] for one in asked]
-    whole = decide.order_logprobs(MODEL, [row for own in rows for row in own], num_rows=8)
-    for place, own in enumerate(rows):
-        alone = decide.order_logprobs(MODEL, own, num_rows=8)
-        assert alone.tobytes() == whole[4 * place : 4 * place + 4].tobytes()
+def test_a_prompt_is_the_same_bit_for_bit_beside_others_and_labels_may_be_permuted():
+    labels = ["s", "r", "a", " "]
+    for prompt in PROMPTS:
+        one = decide.decide(MODEL, [prompt, "T", "Th", "The"], labels)[0]
+        other = decide.decide(MODEL, ["a", "ran", "sat", prompt], labels)[-1]
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
     turned = decide.decide(MODEL, PROMPTS, labels[::-1], batch_size=8)
     for one, other in zip(decide.decide(MODEL, PROMPTS, labels, batch_size=8), turned, strict=True):
-        np.testing.assert_allclose(one.logprobs, other.logprobs[::-1], atol=1e-6)
-        for label, share in one.of().items():
-            assert share == pytest.approx(other.of()[label], abs=1e-6)
-
-
-def test_log_probabilities_in_an_order_are_those_of_every_canvas():
-    rows = [
-        decide.DecodingRow(TOKENIZER.encode("The cat sat."), places)
-        for places in ([4, 5, 6], [9, 2], [0])
-    ]
-    found = decide.order_logprobs(MODEL, rows, batch_size=8)
-    for row, total in zip(rows, found, strict=True):
-        # The oracle's first permutation is from left to right.
-        given = set(range(len(row.ids))) - set(row.places)
-        orders = order_log_probs(_logits, row.ids.tolist(), mask_id=TOKENIZER.mask_id, given=given)
-        wanted = orders[-1] if row.places == [9, 2] else orders[0]
-        assert total == pytest.approx(wanted, abs=1e-4)
+        for name in ("logprobs", "probabilities"):
+            np.testing.assert_allclose(getattr(one, name), getattr(other, name)[::-1], atol=1e-6)
 
 
 def test_labels_of_one_token_take_one_forward_and_beginnings_are_shared(monkeypatch):
-    seen = []
+    seen, compiled = [], decide.compiled
 
-    def counted(model, reads, *args, **options):
-        seen.append(len({shown.tobytes() for shown, _, _ in reads}))
-        return run(model, reads, *args, **options)
+    def counted(*args, **options):
+        run = compiled(*args, **options)
 
-    run = decide._read_logprobs
-    monkeypatch.setattr(decide, "_read_logprobs", counted)
-    decide.decide(MODEL, PROMPTS, ["s", "r", "a"], batch_size=8)
-    decide.decide(MODEL, "A ", ["sa", "st", "ra"], batch_size=8)
-    assert seen == [3, 1 + 2]
+        def count(params, tokens, length, *rest):
+            seen.append(int((length > 1).sum()))
+            return run(params, tokens, length, *rest)
 
+        return count
 
-def _joint(template, choices):
-    """Scores of all combinations, by the canvas of the whole text."""
-    scores = {}
-    for labels in itertools.product(*choices.values()):
-        pieces = decide.SLOT.split(template)[::2]
-        tokens, hidden = list(TOKENIZER.encode(pieces[0])), []
-        for label, piece in zip(labels, pieces[1:], strict=True):
-            ids = TOKENIZER.encode(label)
-            hidden += range(len(tokens), len(tokens) + len(ids))
-            tokens += [*ids, *TOKENIZER.encode(piece)]
-        total, shown = 0.0, np.array(tokens)
-        for count, place in enumerate(hidden):
-            canvas = shown.copy()
-            canvas[hidden[count:]] = TOKENIZER.mask_id
-            logits = _logits(canvas)[place]
-            logits[TOKENIZER.mask_id] = -np.inf
-            total += logits[tokens[place]] - np.logaddexp.reduce(logits)
-        scores[labels] = total
-    return scores
+    monkeypatch.setattr(decide, "compiled", counted)
+    decide.decide(MODEL, ["The cat ", "A rat ran"], ["s", "r", "a"])
+    decide.decide(MODEL, "A ", ["sa", "st", "ra"])
+    assert seen == [2, 1 + 2]
 
 
-TEMPLATE, SLOTS = "A <slot:who> s<slot:what>.", {"what": ["at", "a"], "who": ["cat", "r", "t"]}
-
-
-def test_slots_are_decided_jointly_with_the_text_between_and_behind_them():
-    (made,) = decide.decide(MODEL, TEMPLATE, SLOTS, batch_size=8)
-    scores = _joint(TEMPLATE, {"who": SLOTS["who"], "what": SLOTS["what"]})
-    assert made.combinations == tuple(scores)
-    np.testing.assert_allclose(made.logprobs, list(scores.values()), rtol=1e-4, atol=1e-4)
-    shares = dict(zip(scores, _normalised(list(scores.values())), strict=True))
-    for slot, place in (("who", 0), ("what", 1)):
-        for label, share in made.of(slot).items():
-            want = sum(p for labels, p in shares.items() if labels[place] == label)
-            assert share == pytest.approx(want, rel=1e-3)
+def test_a_label_in_a_prompt_sees_the_text_behind_it():
+    (made,) = decide.decide(MODEL, "A <slot> sat.", ["cat", "r"], batch_size=8)
+    for label, found in zip(made.labels, made.logprobs, strict=True):
+        tokens, first = TOKENIZER.encode(f"A {label} sat."), 2
+        given = set(range(len(tokens))) - set(range(first, first + len(label)))
+        orders = order_log_probs(_logits, [*tokens], mask_id=TOKENIZER.mask_id, given=given)
+        assert found == pytest.approx(orders[0], abs=1e-4)
 
 
 REFUSED = [
-    ({"choices": ["a", ""]}, "choices=.* contains an empty label"),
-    ({"choices": ["a", "t", "a"]}, "choices=.* contains a label twice"),
-    ({"choices": ["a"]}, "choices=.* has fewer than two labels"),
-    ({"choices": "at"}, "choices='at' are not a list"),
-    ({"choices": ["a", "\u00e9"]}, "choices='\u00e9' cannot be written"),
-    ({"choices": {"x": ["a", "t"]}}, "do not agree on the slot 'x'"),
-    ({"prompts": "<slot:x>" * 2, "choices": {"x": ["a", "t"]}}, "do not agree on the slot 'x'"),
+    ({"labels": ["a", ""]}, "labels=.* have one that is empty"),
+    ({"labels": ["a", "t", "a"]}, "labels='a' has the same tokens as 'a'"),
+    ({"labels": ["a"]}, "labels=.* are fewer than two"),
+    ({"labels": "at"}, "labels='at' are not a list"),
+    ({"labels": ["a", "\u00e9"]}, "labels='\u00e9' cannot be written"),
+    ({"prompts": "<slot>" * 2}, "prompt has <slot> twice"),
     ({"prompts": "The " * 9}, "prompt with its labels has 37 tokens"),
     ({"prompts": []}, "prompts are empty"),
-    ({"prompts": ["a"], "choices": [["a", "t"]] * 2}, "choices are 2 for 1 prompts"),
-    ({"order": "best"}, "order='best' is unknown; use left_to_right or mean"),
-    ({"order": "mean", "choices": ["a" * 9, "t"]}, "order='mean' is limited to 8 tokens"),
+    ({"prompts": ["a"], "labels": [["a", "t"]] * 2}, "labels are 2 for 1 prompts"),
     ({"temperature": 0}, "temperature=0 is not in "),
     ({"length_penalty": 2.5}, r"length_penalty=2.5 is not in \[0, 2\]"),
     ({"batch_size": 0}, "batch_size=0 must be at least 1"),
@@ -181,24 +125,22 @@ REFUSED = [
 
 @pytest.mark.parametrize(("more", "line"), REFUSED)
 def test_bad_input_is_refused_in_a_line_that_names_it(more, line):
-    asked = {"prompts": "The ", "choices": ["a", "t"]} | more
+    asked = {"prompts": "The ", "labels": ["a", "t"]} | more
     with pytest.raises(ValueError, match=line) as told:
         decide.decide(MODEL, **asked)
     assert "\n" not in str(told.value)
 
 
-def test_labels_follow_the_prefix_of_the_model(monkeypatch):
+@pytest.mark.parametrize("prompt", ["T", "T<slot>."])
+def test_labels_follow_the_prefix_of_the_model(monkeypatch, prompt):
     monkeypatch.setattr(dlm_jax.Model, "prefix_ids", (5,))
-    for prompt, choices, given in (
-        ("T", ["a", "r"], [5, *TOKENIZER.encode("T")]),
-        ("T<slot:x>.", {"x": ["a", "r"]}, [5, *TOKENIZER.encode("T")]),
-    ):
-        model = dataclasses.replace(MODEL)  # without the cached property
-        assert decide.question(model, prompt, choices).parts[0].tolist() == given
+    model = dataclasses.replace(MODEL)  # without the cached property
+    for ids, places in decide._rows(model, prompt, ["a", "r"]):
+        assert ids[: places.start].tolist() == [5, *TOKENIZER.encode("T")]
 
 
 def test_a_prompt_without_text_is_refused_where_the_model_predicts_no_first_token(monkeypatch):
     monkeypatch.setattr(dlm_jax.Model, "first_ids", ())
     network = dataclasses.replace(MODEL.network, predicts_first=False)
-    with pytest.raises(ValueError, match="^prompt has no text before the first slot"):
-        decide.decide(dataclasses.replace(MODEL, network=network), "")
+    with pytest.raises(ValueError, match="^prompt has no text before the label"):
+        decide.decide(dataclasses.replace(MODEL, network=network), "", ["a", "t"])

@@ -281,7 +281,7 @@ def test_verification_remasks_the_least_likely_and_fewer_than_were_committed():
 
 
 def test_credit_of_any_weight_is_a_probability():
-    rule = decoders.Credit(*(jnp.array([x]) for x in (0.9, 1e3, 1.0, 0.5)), jnp.array([1]))
+    rule = decoders.Credit(*(jnp.array([x]) for x in (0.9, 1e3, 1.0, 0.5)))
     kept, row_N = jax.tree.map(lambda x: x[0], rule.init(1, 2)), jnp.zeros(2, jnp.int32)
     logits_NV = jnp.log(jnp.array([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]))
     for _ in range(4):
@@ -301,7 +301,6 @@ def test_what_a_rule_keeps_is_never_of_all_ids():
     [
         ({"common_ids": {1: 0.7, 2: 0.6}}, "common_ids=.* above 1; use"),
         ({"common_ids": 3}, "common_ids=3 is not a mapping; use {12: 0.05}"),
-        ({"common_ids": ((3, 0.1), (3, 0.2))}, "common_ids=.* names an id twice; add up"),
         ({"klass_steps": -1}, r"klass_steps=-1 is outside \[0, .*; use"),
         ({"order": "prophet", "resample": True}, "resample=True does not support the quota"),
         ({"order": "position_aware", "resample": True}, "resample does not support a quota"),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from enumerable import LENGTH, LETTERS, MASK, NETWORK, PARAMS
+from enumerable import LENGTH, LETTERS, MASK, NETWORK, PARAMS, log_law
 
 from dlm_jax.contrib.distillation import chances, draw, draws, loss, walk
 from dlm_jax.training import Batch
@@ -20,14 +20,6 @@ BANNED = tuple(id_ for id_ in range(enumerable.V) if id_ not in LETTERS)
 ROWS = 4096
 EMPTY = (MASK,) * LENGTH
 STUDENT = {"table": PARAMS["table"][:, :, ::-1] * 0.7, "beside": PARAMS["beside"]}
-
-
-def _log_law(params: Any, canvas: tuple[int, ...], ids: Any = None) -> np.ndarray:
-    """``ln p`` at each position of a canvas, of all ids but MASK, or of some."""
-    logits = np.asarray(params["table"], np.float64)[int(enumerable.code(np.array(canvas)))]
-    ids = [id_ for id_ in range(enumerable.V) if id_ != MASK] if ids is None else list(ids)
-    logits = logits[:, ids]
-    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
 
 
 def _batch(rows: int = ROWS) -> Batch:
@@ -56,11 +48,11 @@ def _walked(steps: int):
 def test_a_walk_of_two_steps_writes_the_texts_of_its_law():
     """Each position is written in the first step with probability 1/2, else in the second."""
     law = dict.fromkeys(enumerable.TEXTS, 0.0)
-    first = np.exp(_log_law(PARAMS, EMPTY, LETTERS))
+    first = np.exp(log_law(PARAMS, EMPTY, LETTERS))
     for chosen in itertools.product((False, True), repeat=LENGTH):
         for text in enumerable.TEXTS:
             after = tuple(t if c else MASK for t, c in zip(text, chosen, strict=True))
-            second = np.exp(_log_law(PARAMS, after, LETTERS))
+            second = np.exp(log_law(PARAMS, after, LETTERS))
             law[text] += 0.5**LENGTH * np.prod(
                 [(first if c else second)[i, text[i]] for i, c in enumerate(chosen)]
             )
@@ -78,6 +70,8 @@ def test_the_chances_of_a_walk_are_those_of_ancestral_steps():
 
 
 def _kl(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+    is_text_V = np.arange(enumerable.V) != MASK
+    log_p, log_q = log_p[:, is_text_V], log_q[:, is_text_V]
     return (np.exp(log_p) * (log_p - log_q)).sum(-1)
 
 
@@ -92,8 +86,8 @@ def test_the_expected_loss_of_sdtt_is_that_of_its_formula():
     def run(params: Any) -> Any:
         return loss(NETWORK, params, PARAMS, noise, _taught(PARAMS, noise), mask_id=MASK)
 
-    student = _log_law(STUDENT, EMPTY)
-    first, letters = _log_law(PARAMS, EMPTY), np.exp(_log_law(PARAMS, EMPTY, LETTERS))
+    student = log_law(STUDENT, EMPTY)
+    first, letters = log_law(PARAMS, EMPTY), np.exp(log_law(PARAMS, EMPTY, LETTERS))
     wanted = 0.0
     for chosen in itertools.product((False, True), repeat=LENGTH):
         weight = np.prod([0.25 if c else 0.75 for c in chosen])
@@ -101,7 +95,7 @@ def test_the_expected_loss_of_sdtt_is_that_of_its_formula():
         for tokens in itertools.product(LETTERS, repeat=len(places)):
             put = dict(zip(places, tokens, strict=True))
             after = tuple(put.get(i, MASK) for i in range(LENGTH))
-            target = np.where(np.array(chosen)[:, None], first, _log_law(PARAMS, after))
+            target = np.where(np.array(chosen)[:, None], first, log_law(PARAMS, after))
             share = weight * np.prod([letters[i, token] for i, token in put.items()])
             wanted += share * _kl(target, student).mean()
     found = run(STUDENT)

@@ -10,10 +10,10 @@ import toy_model
 import dlm_jax
 from dlm_jax import moved
 from dlm_jax.cli import sample
-from dlm_jax.contrib import decoders, edits
+from dlm_jax.contrib import decoders, remdm
 from dlm_jax.sampling.rules import BUILT_IN, SLOTS, with_rules
 
-HOMES = ("decoders", "edits", "remdm", "speculative", "constrained_waves", "drafts")
+HOMES = ("decoders", "remdm", "speculative", "constrained_waves", "drafts")
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ASKED = {"gen_length": 8, "steps": 8, "seed": 3}
 
@@ -50,16 +50,16 @@ def test_a_module_of_rules_an_object_and_a_list_are_the_same():
         return dlm_jax.generate(toy_model.MODEL, ["A "], **ASKED | settings).texts[0]
 
     rule = decoders.LocalLeap(
-        *(np.array([x]) for x in (0.9, 0.3, 2, 1))  # type: ignore[arg-type]
+        *(np.array([x]) for x in (0.9, 0.3, 2))  # type: ignore[arg-type]
     )
     named = {"order": "local_leap", "leap_threshold": 0.3, "leap_radius": 2}
     whole = text(rules=decoders, **named)
-    assert whole == text(rules=[edits, decoders.LocalLeap], **named) == text(commit=rule)
+    assert whole == text(rules=[remdm, decoders.LocalLeap], **named) == text(commit=rule)
 
 
 def test_the_program_loads_several_modules(capsys, monkeypatch):
     monkeypatch.setattr(sample, "start_jax", lambda *args: None)
-    rules = "dlm_jax.contrib.decoders,dlm_jax.contrib.edits"
+    rules = "dlm_jax.contrib.decoders,dlm_jax.contrib.remdm"
     flags = ["--rules", rules, "--order", "klass", "--klass-steps", "1"]
     assert sample.main(["--prompt", "A", "--gen-length", "4", "--steps", "4", *flags]) == 0
     assert "order=klass" in capsys.readouterr().err

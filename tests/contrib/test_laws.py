@@ -8,6 +8,7 @@ import pytest
 import rule_cases
 import toy
 from canvases import POSITIONS, ROWS
+from inference import test_ties as ties
 from sampling import test_replay as replays
 from sampling import test_rules as laws
 
@@ -78,3 +79,11 @@ def test_a_rule_that_reads_attention_gets_that_of_live_positions_in_the_forward_
     plain = rule_cases.make_state("threshold-none", laws._slots("threshold-none"))
     seen = jax.eval_shape(functools.partial(propose_step, program), params, plain)[1]
     assert seen.commit.attention_BLL is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [*ORDERS, "klass-wavefront"])
+def test_texts_are_the_same_alone_and_in_every_batch_and_canvas(order):
+    order, _, fill = order.partition("-")
+    settings = {"order": order, "fill": fill or "parallel", "rules": decoders}
+    ties.test_texts_are_the_same_alone_and_in_every_batch_and_canvas(settings)

@@ -17,7 +17,7 @@ from dlm_jax.objectives.corruption import SCHEDULES
 from dlm_jax.sampling.rules import with_rules
 from dlm_jax.settings import SettingError
 
-RULES = {"cap": remdm.RemdmCap, "rescale": remdm.RemdmRescale, "conf": remdm.RemdmConf}
+RULES = {"cap": remdm.RemdmCap, "conf": remdm.RemdmConf}
 TABLE, SIZE = with_rules(remdm), enumerable.LENGTH
 CASES = {
     name: {"order": "ancestral_remdm", "remask": name.split("-")[1]}
@@ -66,8 +66,7 @@ def test_positions_change_as_often_as_the_process_says(schedule, kind):
             by_place = oracle.remdm_confidence(alpha_t, alpha_s, probability[0], may)
             wants = [by_place[place] for place in range(7, 12)]
         else:
-            sigma = {"cap": oracle.remdm_cap, "rescale": oracle.remdm_rescale}[kind]
-            wants = [sigma(alpha_t, alpha_s, eta)] * 5
+            wants = [oracle.remdm_cap(alpha_t, alpha_s, eta)] * 5
         np.testing.assert_allclose(taken[:, 7:12].mean(0), wants, atol=0.03)
 
 

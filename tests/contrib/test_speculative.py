@@ -144,10 +144,13 @@ def test_greedy_texts_are_those_of_one_token_at_a_time():
     [
         ({"order": "random"}, "order='random' is not supported with fill='speculative'"),
         ({"order": "threshold", "guidance": 1.0}, "guidance=1.0 is not supported with"),
-        ({"order": "threshold", "repetition_penalty": 1.2}, "'penalties' of the chain depends"),
+        (
+            {"order": "threshold", "repetition_penalty": 1.2},
+            "repetition_penalty=1.2 depends on the tokens",
+        ),
         ({"order": "threshold", "cache": "exact"}, "cache='exact' is not supported with"),
         ({"order": "threshold", "threshold_least": 2}, "use threshold_least=1"),
-        ({"order": "threshold", "structure": "a+"}, "structure requires one token per step"),
+        ({"order": "threshold", "structure": "a+"}, "structure='a+' is not supported with"),
         ({"order": "threshold", "threshold": 1.0, "threshold_above": True}, "use threshold=0.9"),
     ],
 )

@@ -28,11 +28,6 @@ def remdm_cap(alpha_t: float, alpha_s: float, eta: float) -> float:
     return min(eta, sigma_max(alpha_t, alpha_s))
 
 
-def remdm_rescale(alpha_t: float, alpha_s: float, eta: float) -> float:
-    """Remask probability of every committed token: `eta * sigma_max`."""
-    return eta * sigma_max(alpha_t, alpha_s)
-
-
 def remdm_confidence(
     alpha_t: float, alpha_s: float, confidence: Sequence[float], may_remask: Sequence[bool]
 ) -> dict[int, float]:
@@ -48,14 +43,14 @@ def remdm_confidence(
 
 
 def remdm_unmask_probability(kind: str, alpha_t: float, alpha_s: float, eta: float = 0.0) -> float:
-    """Probability that a hole is filled under ReMDM `kind` cap, rescale or confidence.
+    """Probability that a hole is filled under ReMDM `kind` cap or confidence.
 
     Under `confidence` a hole counts as infinitely confident (Wang et al. 2025): its own sigma is
     0, and the probability is that of the ancestral sampler.
     """
     if kind == "confidence":
         return unmask_probability(alpha_t, alpha_s)
-    sigma = {"cap": remdm_cap, "rescale": remdm_rescale}[kind](alpha_t, alpha_s, eta)
+    sigma = remdm_cap(alpha_t, alpha_s, eta)
     return unmask_probability(alpha_t, alpha_s, sigma)
 
 

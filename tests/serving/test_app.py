@@ -16,6 +16,7 @@ import pytest
 from serving_cases import EOS, MODEL, SLOW, choices_of, post, refusal_of, serving
 
 import dlm_jax
+from dlm_jax.serving import http
 from dlm_jax.structured import Structures
 
 
@@ -119,7 +120,7 @@ def test_ids_and_a_suffix(client, running):
     assert len(set(texts)) == 1
     made = client.completions.create(prompt="The", suffix=" sat.", **asked)
     filled = made.choices[0].text
-    body = {"prefix": "The", "suffix": " sat.", "max_tokens": 4, "seed": 1, "steps": 4}
+    body = {"template": "The<hole:4> sat.", "seed": 1, "steps": 4}
     (whole,) = choices_of(post(running, "/v1/infill", body))
     assert whole["text"] == f"The{whole['infills'][0]} sat." == f"The{filled}"
 
@@ -204,7 +205,8 @@ def test_clients_that_go_away_free_their_slots(running, client, stream, caplog):
 
 
 def test_keys_limits_and_time(monkeypatch):
-    limits = {"max_rows": 8, "max_waiting": 1, "max_body": 2000, "max_seconds": 0.5}
+    limits = {"max_rows": 8, "max_waiting": 1, "max_seconds": 0.5}
+    monkeypatch.setattr(http, "_MOST_BYTES", 2000)
     with serving(key="secret", **limits) as running:
         assert httpx.get(f"{running.url}/health").status_code == 200
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
@@ -276,12 +278,12 @@ class App(Starlette):
     async def __call__(self, scope, receive, send):
         await receive()
         await send({"type": "lifespan.startup.complete"})
+        print("listening", flush=True)
         await receive()
         print("stopping", flush=True)
         time.sleep(60)
 
-Server(App(), listening("127.0.0.1", 0), drain=1,
-       listens=lambda: print("listening", flush=True)).answer()
+Server(App(), drain=1).run(sockets=[listening("127.0.0.1", 0)])
 """
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

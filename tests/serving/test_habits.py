@@ -15,9 +15,8 @@ SAID = [{"role": "user", "content": "The "}]
 def test_a_gap_may_be_at_the_end_of_its_text(running):
     asked = {"max_tokens": 4, "seed": 1, "steps": 4}
     plain = complete(running, asked | {"prompt": "The "})
-    for more in ({}, {"suffix": ""}):
-        (choice,) = choices_of(post(running, "/v1/infill", asked | {"prefix": "The "} | more))
-        assert choice["infills"] == [plain] and choice["text"] == f"The {plain}"
+    (choice,) = choices_of(post(running, "/v1/infill", asked | {"template": "The <hole:4>"}))
+    assert choice["infills"] == [plain] and choice["text"] == f"The {plain}"
     assert complete(running, asked | {"prompt": "The ", "suffix": ""}) == plain
 
 
@@ -72,24 +71,5 @@ def test_a_host_of_another_name_is_refused():
     for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:80", "[::1]:8000", "[::1]"):
         assert client.get("/v1/models", headers={"host": host}).status_code == 200, host
     for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
-        made = client.get("/v1/models", headers={"host": host})
-        assert refusal_of(made, 403)["code"] == "wrong_host"
+        assert client.get("/v1/models", headers={"host": host}).status_code == 400, host
     assert TestClient(_app()).get("/v1/models", headers={"host": "any"}).status_code == 200
-
-
-@pytest.mark.parametrize("allowed", ["https://a.example", "*"])
-def test_pages_of_allowed_origins_may_read_answers_after_a_preflight(allowed):
-    client = TestClient(_app(origins=(allowed,), key="secret"))
-    ask = {"origin": "https://a.example", "access-control-request-method": "POST",
-           "access-control-request-headers": "content-type,authorization"}  # fmt: skip
-    told = client.options("/v1/completions", headers=ask)
-    assert told.status_code == 200
-    assert told.headers["access-control-allow-origin"] in ("https://a.example", "*")
-    assert "authorization" in told.headers["access-control-allow-headers"].lower()
-    answer = client.get("/v1/models", headers={"origin": "https://a.example"})
-    assert answer.status_code == 401  # the page may read why
-    assert answer.headers["access-control-allow-origin"] in ("https://a.example", "*")
-    other = client.options("/v1/completions", headers=ask | {"origin": "https://b.example"})
-    assert ("access-control-allow-origin" in other.headers) == (allowed == "*")
-    plain = TestClient(_app()).options("/v1/completions", headers=ask)
-    assert plain.status_code == 405 and "access-control-allow-origin" not in plain.headers

@@ -34,6 +34,7 @@ COMPLETIONS = [
     ("max_length", {"max_length": 10**6}, ""),
     ("draft", {"draft": "A"}, ""),
     ("suffix", {"suffix": "A", "draft": "A"}, ""),
+    ("suffix", {"suffix": "\u00e9"}, ""),
     ("stream", {"stream": "yes"}, ""),
     ("diffusing", {"diffusing": True}, ""),
     ("rules", {"rules": ["x"]}, ""),
@@ -88,17 +89,16 @@ CHATS = [
         },
         "messages.0.tool_calls.0.function.arguments",
     ),
-    ("max_tokens", {"messages": SAID, "max_tokens": 2, "max_completion_tokens": 3}, ""),
+    ("max_completion_tokens", {"messages": SAID, "max_tokens": 2, "max_completion_tokens": 3}, ""),
     ("top_logprobs", {"messages": SAID, "top_logprobs": 2}, ""),
     ("suffix", {"messages": SAID, "suffix": "."}, "is not a field of /v1/chat/completions"),
 ]
 INFILLS = [
     ("template", {}, ""),
     ("template", {"template": "A <hole:0>"}, ""),
-    ("template", {"template": "A <hole:2>", "prefix": "A"}, ""),
-    ("suffix", {"suffix": "\u00e9"}, ""),
-    ("stop", {"prefix": "The ", "stop": "a"}, ""),
-    ("stop_token_ids", {"prefix": "The ", "stop_token_ids": [3]}, ""),
+    ("template", {"template": "A \u00e9<hole:2>"}, ""),
+    ("stop", {"template": "The <hole:2>", "stop": "a"}, ""),
+    ("stop_token_ids", {"template": "The <hole:2>", "stop_token_ids": [3]}, ""),
 ]
 CASES = [
     *(("completions", param, {"prompt": "A"} | body, told) for param, body, told in COMPLETIONS),

@@ -10,6 +10,7 @@ import toy_model
 from serving_cases import post, refusal_of, serving
 
 from dlm_jax.hf import ChatTemplate
+from dlm_jax.serving.protocol import Chat, Options, Planner
 from dlm_jax.serving.tools import Calls, pattern_of
 
 TEXT = '{}"name": fgaruets, 0123456789-n\n[]bcdh{}'
@@ -109,13 +110,14 @@ def test_auto_is_a_call_or_a_text_as_the_model_has_it_and_none_is_a_text(client)
     assert told == _ask(client, logit_bias={OPEN: -100}).choices[0].message.content
 
 
-def test_calls_and_results_of_the_history_reach_the_template(client):
+def test_calls_and_results_of_the_history_reach_the_template():
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"n": 4}'}}
     said = [*SAID, {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call_1", "content": "cd"}]  # fmt: skip
-    made = _ask(client, messages=said, extra_body={"return_token_ids": True}, max_tokens=16,
-                tool_choice="none")  # fmt: skip
-    assert MODEL.tokenizer.decode(made.prompt_token_ids) == "fgab5cd"
+    asked = Chat.model_validate({"messages": said, "tools": TOOLS, "max_tokens": 16})
+    (request,) = Planner(MODEL, Options("toy")).answer(asked).requests
+    given = request.tokens[request.tokens != MODEL.tokenizer.mask_id]
+    assert MODEL.tokenizer.decode(given) == "fgab5cd"
 
 
 REFUSED = [
