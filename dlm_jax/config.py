@@ -30,7 +30,6 @@ from dlm_jax.sampling.params import SamplingParams, layered, params_of, resolve 
 from dlm_jax.settings import (
     ABOVE_ZERO,
     BELOW_ONE,
-    UNSET,
     Setting,
     SettingError,
     check_values,
@@ -40,7 +39,7 @@ from dlm_jax.settings import (
 
 Natural = Annotated[int, {"low": 0}]
 Positive = Annotated[int, {"low": 1}]
-Devices = Annotated[int, {"low": 1, "high": 2**20}]
+Count = Annotated[int, {"low": 1, "high": 2**20}]
 NonNegative = Annotated[float, {"low": 0}]
 AboveZero = Annotated[float, {"low": ABOVE_ZERO}]
 Share = Annotated[float, {"low": 0, "high": 1}]
@@ -64,12 +63,14 @@ class Section:
 
     declared: ClassVar[Mapping[str, Setting]] = {}
 
-    def __init_subclass__(cls, name: str, is_free: bool = False):
+    def __init_subclass__(cls, name: str, fixed: Collection[str] | None = None):
+        # A resumed run may change settings that are not `fixed`; by default, all of them are.
         hints, declared = typing.get_type_hints(cls, include_extras=True), {}
         for key, field in vars(cls).items():
             if isinstance(field, dataclasses.Field):
-                limits = {"name": f"{name}.{key}"} | ({"is_free": True} if is_free else {})
-                limits |= getattr(hints[key], "__metadata__", ({},))[0]
+                limits = {"name": f"{name}.{key}"} | getattr(hints[key], "__metadata__", ({},))[0]
+                if fixed is not None:
+                    limits["is_free"] = key not in fixed
                 if typing.get_origin(hints[key]) is tuple:
                     limits |= {"hint": hints[key], "parse": tuple}
                 declared[key] = dataclasses.replace(field.metadata["setting"], **limits)
@@ -77,30 +78,25 @@ class Section:
 
     def __post_init__(self) -> None:
         check_values(self, self.declared)
-        self.check()
+        for key, problem in self.problems():
+            raise _error(self.declared[key].name, getattr(self, key), problem)
 
-    def check(self) -> None:
-        """Raises SettingError for contradictory values."""
-
-    def error(self, key: str, problem: str) -> SettingError:
-        """An error about the value of a key; `problem` is ``why; remedy``."""
-        return _error(self.declared[key].name, getattr(self, key), problem)
-
-    def check_names(self, key: str, known: Sequence[str], *, is_once: bool = True) -> None:
-        """Raises SettingError unless the names in a list are known and, by default, different."""
-        names = getattr(self, key)
-        for name in names:
-            if name not in known:
-                near, listed = closest(str(name), known), ", ".join(known)
-                problem = f"has {name!r}, which is not one of {listed}; did you mean {near!r}?"
-                raise _error(self.declared[key].name, UNSET, problem)
-        if is_once and len(set(names)) < len(names):
-            raise self.error(key, "has duplicates; name each once")
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Keys of values that contradict others, each with ``why; remedy``."""
+        yield from ()
 
 
 def _error(name: str, value: Any, problem: str) -> SettingError:
     why, _, remedy = problem.partition("; ")
     return SettingError(name, value, why, remedy)
+
+
+def _unknown(names: Sequence[str], known: Sequence[str]) -> Iterator[str]:
+    """``why; remedy`` for each name in a list that is not a known one."""
+    for name in names:
+        if name not in known:
+            near, listed = closest(str(name), known), ", ".join(known)
+            yield f"has {name!r}, which is not one of {listed}; did you mean {near!r}?"
 
 
 @dataclass(frozen=True)
@@ -116,14 +112,10 @@ class HeadsConfig(Section, name="heads"):
     )
     start_critic_iteration: Natural = setting(0, "steps before the critic starts to train")
     end_critic_iteration: Natural = setting(
-        0,
-        "step at which the critic's loss reaches its full weight; if this is not after the start, "
-        "the weight is full from the start",
+        0, "step of the full weight of the critic's loss; not after the start: full at once"
     )
     critic_alpha: NonNegative = setting(0.5, "full weight of the critic's loss, >= 0")
-    critic_masked_only: bool = setting(
-        False, "train the critic only on filled holes, not on the text around them"
-    )
+    critic_masked_only: bool = setting(False, "train the critic only on filled holes")
     train_main: bool = setting(
         True, "train the model; false: only heads are trained, on the model of train.init_from"
     )
@@ -155,12 +147,9 @@ class OptimConfig(Section, name="optim"):
     )
     warmup_steps: Natural = setting(50, "number of steps of linear warm-up from 0")
     weight_decay: NonNegative = setting(0.0, "decoupled weight decay of matrices")
-    b1: ShareBelowOne = setting(0.9, "decay rate of Adam's mean of gradients")
-    b2: ShareBelowOne = setting(0.95, "decay rate of Adam's mean of squared gradients")
-    muon_momentum: ShareBelowOne = setting(0.95, "muon's momentum")
     clip: AboveZero = setting(1.0, "global gradient norm above which gradients are scaled down")
     ema_decay: ShareBelowOne = setting(
-        0.0, "decay of a moving average of the parameters, used for sampling; 0: no average"
+        0.0, "decay of a moving average of the parameters, used for sampling; 0: none"
     )
 
 
@@ -168,69 +157,55 @@ TRACKERS = ("tensorboard", "wandb")
 
 
 @dataclass(frozen=True)
-class TrainConfig(Section, name="train"):
+class TrainConfig(Section, name="train", fixed=("batch_size", "accumulate", "seed")):
     """The training run: steps, output paths, and intervals of logs, evaluations and checkpoints."""
 
-    out_dir: str = setting("runs/default", "directory of checkpoints and metrics", is_free=True)
+    out_dir: str = setting("runs/default", "directory of checkpoints and metrics")
     init_from: str = setting(
         "",
         "run, weights file, published directory, Hub id or shipped model with the initial "
         "parameters; empty: random parameters",
-        is_free=True,
     )
     mask_like: str = setting(
         "",
         "token of a published causal model without MASK, whose embedding MASK begins with; empty: "
         "the mean of all embeddings",
-        is_free=True,
     )
     ignore_config: Texts = setting(
-        (), "unread config fields of the published init_from, as in --ignore-config", is_free=True
+        (), "unread config fields of the published init_from, as in --ignore-config"
     )
-    steps: Positive = setting(1000, "optimiser steps", is_free=True)  # upwards
-    batch_size: Positive = setting(
-        32, "number of rows per step, over all devices and processes", high=2**20
-    )
-    accumulate: Positive = setting(
-        1, "microbatches per step, which run in turn; the result is the same", high=2**20
+    steps: Positive = setting(1000, "optimiser steps")  # upwards
+    batch_size: Count = setting(32, "number of rows per step, over all devices and processes")
+    accumulate: Count = setting(
+        1, "microbatches per step, which run in turn; the result is the same"
     )
     seed: Natural = setting(
         0, "random seed of the parameters, the data order and the noise", high=2**32 - 1
     )
-    log_every: Positive = setting(10, "steps between two lines of metrics", is_free=True)
+    log_every: Positive = setting(10, "steps between two lines of metrics")
     eval_every: Natural = setting(
-        250, "steps between evaluations on held-out text; 0: only at the end", is_free=True
+        250, "steps between evaluations on held-out text; 0: only at the end"
     )
-    eval_windows: Positive = setting(
-        256, "maximum number of held-out windows per evaluation", is_free=True
-    )
-    sample_every: Natural = setting(
-        0, "steps between samples during training; 0: only at the end", is_free=True
-    )
+    eval_windows: Positive = setting(256, "maximum number of held-out windows per evaluation")
+    sample_every: Natural = setting(0, "steps between samples during training; 0: only at the end")
     trackers: Texts = setting(
         (),
         "additional metric trackers: tensorboard (event files in out_dir) and wandb; each "
         "requires the extra of the same name",
-        is_free=True,
     )
-    checkpoint_dir: str = setting(
-        "", "directory or URL (gs://) of checkpoints; empty: in out_dir", is_free=True
-    )
-    checkpoint_every: Natural = setting(
-        250, "steps between checkpoints; 0: only at the end", is_free=True
-    )
-    keep_checkpoints: Positive = setting(2, "number of newest checkpoints to keep", is_free=True)
+    checkpoint_dir: str = setting("", "directory or URL (gs://) of checkpoints; empty: in out_dir")
+    checkpoint_every: Natural = setting(250, "steps between checkpoints; 0: only at the end")
+    keep_checkpoints: Positive = setting(2, "number of newest checkpoints to keep")
 
-    def check(self) -> None:
-        for name in self.ignore_config:
-            if not isinstance(name, str) or not name or name.strip() != name:
-                raise _error("train.ignore_config", name, "is not the name of a field; remove it")
+    def problems(self) -> Iterator[tuple[str, str]]:
         if self.batch_size % self.accumulate:
-            problem = f"does not divide train.batch_size={self.batch_size}; use a divisor"
-            raise self.error("accumulate", problem)
-        if self.out_dir == "":
-            raise self.error("out_dir", "is empty; name a directory")
-        self.check_names("trackers", TRACKERS)
+            yield "accumulate", f"does not divide train.batch_size={self.batch_size}; use a divisor"
+        if not self.out_dir:
+            yield "out_dir", "is empty; name a directory"
+        for problem in _unknown(self.trackers, TRACKERS):
+            yield "trackers", problem
+        if len(set(self.trackers)) < len(self.trackers):
+            yield "trackers", "has duplicates; name each once"
 
 
 INIT = "init"
@@ -267,11 +242,8 @@ class DataConfig(Section, name="data"):
         choices=("eos", "pad"),
     )
     seq_len: int = setting(128, "number of tokens per training row (L)", low=2, high=2**20)
-    pack: int = setting(
-        1,
-        "documents: most texts in a training row, each trained as if it stood alone; 1: one text",
-        low=1,
-        high=2**10,
+    pack: Positive = setting(
+        1, "documents: most texts in a row, each trained as if it stood alone", high=2**10
     )
     held_out: float = setting(
         0.05, "fraction of the corpus held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
@@ -280,12 +252,12 @@ class DataConfig(Section, name="data"):
         "", "directory of token files; empty: $DLM_JAX_CACHE or ~/.cache", is_free=True
     )
 
-    def check(self) -> None:
+    def problems(self) -> Iterator[tuple[str, str]]:
         if not self.source:
-            raise self.error("source", "is empty; pass a file, a glob or python-reference")
+            yield "source", "is empty; pass a file, a glob or python-reference"
         if self.pack > 1 and (self.layout, self.tail) != ("documents", "pad"):
-            remedy = "set data.layout='documents' and data.tail='pad'"
-            raise self.error("pack", f"requires rows of documents that end with one EOS; {remedy}")
+            why = "requires rows of documents that end with one EOS"
+            yield "pack", f"{why}; set data.layout='documents' and data.tail='pad'"
 
 
 KINDS_OF_SCALING = {
@@ -349,8 +321,6 @@ REMATS = ("none", "block")
 NAMED = ("attention", "query", "key", "value", "middle", "gate", "up")
 """Values inside a block that ``model.remat`` may name."""
 
-_MOST_HEADS = 2**12
-
 
 @dataclass(frozen=True)
 class ModelConfig(Section, name="model"):
@@ -399,12 +369,6 @@ class ModelConfig(Section, name="model"):
     router_scale: AboveZero = setting(
         1.0, "factor that multiplies the weights of a token's experts"
     )
-    router_scales: bool = setting(
-        False, "the router normalises and scales its input, and each expert's weight is scaled"
-    )
-    experts_beside: bool = setting(
-        False, "add the experts to the MLP instead of replacing it; requires post_norms"
-    )
 
     lora_rank: Natural = setting(
         0, "rank of LoRA adapters, which train instead of the model; 0: none (docs/training.md)"
@@ -418,9 +382,9 @@ class ModelConfig(Section, name="model"):
 
     depth: Positive = setting(6, "number of Transformer blocks", high=2**12)
     width: Positive = setting(128, "size of the hidden vectors (D)", high=2**17)
-    heads: Positive = setting(4, "number of attention heads, a divisor of width", high=_MOST_HEADS)
+    heads: Positive = setting(4, "number of attention heads, a divisor of width", high=2**12)
     kv_heads: Natural = setting(
-        0, "number of key/value heads, a divisor of heads; 0: same as heads", high=_MOST_HEADS
+        0, "number of key/value heads, a divisor of heads; 0: same as heads"
     )
     mlp_width: Natural = setting(
         0, "inner size of the MLP; 0: 4 * width (gated: 8/3 * width, in steps of 8)", high=2**20
@@ -430,10 +394,7 @@ class ModelConfig(Section, name="model"):
         "MLP non-linearity: relu2 (squared ReLU), gelu (tanh form), swiglu, or geglu (gated GELU)",
         choices=("relu2", "gelu", "swiglu", "geglu"),
     )
-    norm: str = setting("rms", "normalisation: rms (RMSNorm) or layer", choices=("rms", "layer"))
-    norm_epsilon: AboveZero = setting(
-        1e-5, "epsilon added to the mean square or variance in a norm"
-    )
+    norm_epsilon: AboveZero = setting(1e-5, "epsilon added to the mean square in RMSNorm")
     qk_norm: bool = setting(True, "RMSNorm of queries and keys in each head, before RoPE")
     qkv_bias: bool = setting(False, "biases on the query, key and value projections")
     rope_theta: AboveZero = setting(10000.0, "base of the rotary position frequencies")
@@ -448,8 +409,8 @@ class ModelConfig(Section, name="model"):
     attention_type: str = setting(
         "bidirectional",
         "bidirectional, causal (an autoregressive model), block_causal (a position attends to its "
-        "own and earlier blocks) or canvas (a causal text, followed by a canvas that attends to "
-        "the text and itself)",
+        "own and earlier blocks) or canvas (DiffusionGemma: a causal text, followed by a canvas "
+        "that attends to the text and itself)",
         choices=("bidirectional", "causal", "block_causal", "canvas"),
     )
     block_length: Natural = setting(
@@ -458,42 +419,23 @@ class ModelConfig(Section, name="model"):
         "positions per canvas; at least 2",
     )
     attention_window: Natural = setting(
-        0, "canvas: attention window over the text in sliding layers; 0: unlimited"
+        0, "canvas: attention window over the text in sliding layers, at least 1"
     )
     full_every: Natural = setting(
         0,
         "canvas: every n-th layer attends to all positions (full layer), and the other layers "
-        "attend within attention_window; 0: all layers are full",
+        "attend within attention_window; at least 2",
     )
     full_head_size: Natural = setting(0, "head_size of the full layers; 0: same as head_size")
-    full_kv_heads: Natural = setting(
-        0, "kv_heads of the full layers; 0: same as kv_heads", high=_MOST_HEADS
-    )
+    full_kv_heads: Natural = setting(0, "kv_heads of the full layers; 0: same as kv_heads")
     full_rope_theta: NonNegative = setting(
         0.0, "rope_theta of the full layers; 0: same as rope_theta"
     )
     full_rotary_share: ShareAboveZero = setting(
         1.0, "fraction of the rotary pairs that full layers rotate, highest frequencies first"
     )
-    full_value_from_key: bool = setting(
-        False, "full layers use their keys as values, before norm and RoPE"
-    )
-    attention_scale: NonNegative = setting(
-        0.0, "scale of the attention scores; 0: head_size ** -0.5"
-    )
-    value_norm: bool = setting(False, "RMSNorm of values in each head, without a learned scale")
-    post_norms: bool = setting(
-        False, "also normalise the outputs of attention and the MLP before they are added"
-    )
-    layer_scales: bool = setting(
-        False, "canvas: each block scales its output, the text and the canvas by separate factors"
-    )
-    embedding_scaled: bool = setting(False, "embeddings are multiplied by sqrt(width)")
     logit_cap: NonNegative = setting(
         0.0, "logits are capped as cap * tanh(logits / cap); 0: no cap"
-    )
-    self_conditioning: bool = setting(
-        False, "canvas: embeddings also depend on the predictions of the previous step"
     )
     vocab_size: Natural = setting(
         0, "number of logits; 0: size of the tokenizer's vocabulary", high=2**22
@@ -521,9 +463,6 @@ class ModelConfig(Section, name="model"):
     )
     sampler_context: Positive = setting(
         1, "number of neighbours on each side that the sampler head uses", high=2**6
-    )
-    sampler_width: Natural = setting(
-        0, "inner size of the sampler head's MLP; 0: width", high=2**20
     )
     sampler_residual: bool = setting(
         False, "add the sampler head's output, initially zero, to the hidden vector"
@@ -572,74 +511,71 @@ class ModelConfig(Section, name="model"):
         gated = 8 * -(-self.width // 3)
         return self.mlp_width or (gated if self.is_gated else 4 * self.width)
 
-    def check(self) -> None:
+    def problems(self) -> Iterator[tuple[str, str]]:
+        heads, kind, every = self.heads, self.attention_type, self.full_every
         if self.vocab_size and self.start_id >= self.vocab_size:
-            raise self.error("start_id", f"is not below model.vocab_size={self.vocab_size}; use -1")
+            yield "start_id", f"is not below model.vocab_size={self.vocab_size}; use -1"
         if not self.lora_targets:
-            raise self.error("lora_targets", "is empty; use query,value")
+            yield "lora_targets", "is empty; use query,value"
         names = self.remat.split("+")
         if self.remat not in REMATS and (set(names) - set(NAMED) or len(set(names)) < len(names)):
             known = f"{', '.join(REMATS)} nor some of {', '.join(NAMED)} joined by +"
-            raise self.error("remat", f"is neither one of {known}; use attention")
-        for is_wrong, key, problem in (*self._attention_checks(), *self._expert_checks()):
-            if is_wrong:
-                raise self.error(key, problem)
-
-    def _attention_checks(self) -> Iterator[tuple[object, str, str]]:
-        """Conditions that must not hold, each with the key and ``why; remedy``."""
-        heads, kind, every = self.heads, self.attention_type, self.full_every
-        why = f"is not an even multiple of model.heads={heads}; change one of them"
-        yield not self.head_size and self.width % (2 * heads), "width", why
-        yield self.head_size % 2, "head_size", f"is odd; use {self.head_size + 1}"
-        yield self.full_head_size % 2, "full_head_size", f"is odd; use {self.full_head_size + 1}"
-        size = self.rotary_size
-        why = f"rotates {size} of {self.size_of_head} dimensions of a head, not an even number"
-        yield size < 2 or size % 2, "rotary_share", f"{why} from 2; use 1.0 or 0.5"
-        why = f"does not divide model.heads={heads}; use 0 or a divisor of {heads}"
-        yield heads % (self.kv_heads or 1), "kv_heads", why
-        yield heads % (self.full_kv_heads or 1), "full_kv_heads", why
+            yield "remat", f"is neither one of {known}; use attention"
+        if not self.head_size and self.width % (2 * heads):
+            yield "width", f"is not an even multiple of model.heads={heads}; change one of them"
+        for key in ("head_size", "full_head_size"):
+            if getattr(self, key) % 2:
+                yield key, f"is odd; use {getattr(self, key) + 1}"
+        for key in ("kv_heads", "full_kv_heads"):
+            if heads % (getattr(self, key) or 1):
+                yield key, f"does not divide model.heads={heads}; use 0 or a divisor of {heads}"
+        if (size := self.rotary_size) < 2 or size % 2:
+            why = f"rotates {size} of {self.size_of_head} dimensions of a head, not an even number"
+            yield "rotary_share", f"{why} from 2; use 1.0 or 0.5"
         is_in_blocks, length = kind in ("block_causal", "canvas"), self.block_length
-        why = f"is not supported with model.attention_type={kind!r}; use "
-        why += "at least 2" if is_in_blocks else "0"
-        yield length < 2 if is_in_blocks else length, "block_length", why
-        for keys, kinds in _ATTENTION_OF.items():
-            needed = f"model.attention_type={' or '.join(map(repr, kinds))}"
-            for key in keys:
-                why = f"requires {needed}, not {kind!r}; change one of them"
-                yield getattr(self, key) and kind not in kinds, key, why
-        why = f"does not divide model.depth={self.depth} into groups of at least 2 layers; use 0"
-        yield every and (every < 2 or self.depth % every), "full_every", why
-        why = "is not supported with model.dense_layers; use 0"
-        yield every and self.dense_layers, "full_every", why
-        why = f"is not supported with model.full_every={every}; set both or neither"
-        yield (every > 0) != (self.attention_window > 0), "attention_window", why
+        if length < 2 if is_in_blocks else length:
+            remedy = "use at least 2" if is_in_blocks else "use 0"
+            yield "block_length", f"is not supported with model.attention_type={kind!r}; {remedy}"
+        for key, kinds in _ATTENTION_OF.items():
+            if getattr(self, key) and kind not in kinds:
+                why = f"requires model.attention_type={' or '.join(map(repr, kinds))}, not {kind!r}"
+                yield key, f"{why}; change one of them"
+        if kind == "canvas" and not self.attention_window:
+            yield "attention_window", "must be at least 1"
+        if kind == "canvas" and (every < 2 or self.depth % every):
+            why = f"does not divide model.depth={self.depth} into groups of at least 2 layers"
+            yield "full_every", why
+        if self.experts:
+            yield from self._problems_of_experts()
 
-    def _expert_checks(self) -> Iterator[tuple[object, str, str]]:
-        if not self.experts:
-            return
+    def _problems_of_experts(self) -> Iterator[tuple[str, str]]:
         per_token, groups = self.experts_per_token, self.router_groups
         within, kept = self.experts // groups, self.router_groups_kept
-        why = "is not supported with model.experts; use 'swiglu'"
-        yield not self.is_gated, "activation", why
-        why = "requires model.post_norms=true and model.dense_layers=0; change one of them"
-        is_alone = not self.post_norms or self.dense_layers
-        yield self.experts_beside and is_alone, "experts_beside", why
-        why = f"is not in [1, {self.experts}], the number of model.experts"
-        yield not 1 <= per_token <= self.experts, "experts_per_token", why
-        yield self.expert_width < 1, "expert_width", "must be at least 1"
-        why = f"leaves no block of model.depth={self.depth} with experts; lower it"
-        yield self.dense_layers >= self.depth, "dense_layers", why
-        why = f"does not divide model.experts={self.experts} into groups of at least 2; use 1"
-        yield self.experts % groups or (groups > 1 and within < 2), "router_groups", why
-        why = f"must be at most {groups}, and its groups of {within} experts must have at least "
-        why += f"model.experts_per_token={per_token} experts"
-        yield kept > groups or kept * within < per_token, "router_groups_kept", why
+        if not self.is_gated:
+            yield "activation", "is not supported with model.experts; use 'swiglu'"
+        if not 1 <= per_token <= self.experts:
+            yield "experts_per_token", f"is not in [1, {self.experts}], the number of model.experts"
+        if self.expert_width < 1:
+            yield "expert_width", "must be at least 1"
+        if self.dense_layers >= self.depth:
+            why = f"leaves no block of model.depth={self.depth} with experts; lower it"
+            yield "dense_layers", why
+        if self.experts % groups or (groups > 1 and within < 2):
+            why = f"does not divide model.experts={self.experts} into groups of at least 2; use 1"
+            yield "router_groups", why
+        if kept > groups or kept * within < per_token:
+            why = (
+                f"must be at most {groups}, and its groups of {within} experts must have at least "
+            )
+            yield "router_groups_kept", f"{why}model.experts_per_token={per_token} experts"
 
 
 _ATTENTION_OF = {
-    ("attention_window", "full_every", "layer_scales", "self_conditioning"): ("canvas",),
-    ("add_sampler_head",): ("bidirectional", "block_causal"),
-    ("add_critic_head",): ("bidirectional",),
+    "attention_window": ("canvas",),
+    "full_every": ("canvas",),
+    "dense_layers": ("bidirectional", "causal", "block_causal"),
+    "add_sampler_head": ("bidirectional", "block_causal"),
+    "add_critic_head": ("bidirectional",),
 }
 """Keys of ``[model]`` that require some values of ``model.attention_type``."""
 
@@ -681,15 +617,6 @@ class ObjectiveConfig(Section, name="objective"):
     patterns: Texts = setting(
         PATTERNS, "denoising: pattern that selects the positions to restore, one per row"
     )
-    max_ratio: ShareAboveZero = setting(
-        1.0, "denoising: random and sticky select a share drawn uniformly up to this maximum"
-    )
-    sticky_alone: float = setting(
-        0.03, "sticky: probability of selecting a position beside no selected one", low=1e-3, high=1
-    )
-    sticky_beside: ShareAboveZero = setting(
-        0.3, "sticky: probability of selecting a position next to a selected one"
-    )
     span_count: Positive = setting(3, "span: number of spans per row", high=2**16)
     mask_share: Share = setting(0.8, "denoising: share of the selected positions that show MASK")
     random_share: Share = setting(
@@ -723,17 +650,18 @@ class ObjectiveConfig(Section, name="objective"):
         0.0, "share of batches that are cut to a random length; 0.01 is usual"
     )
 
-    def check(self) -> None:
-        self.check_names("patterns", PATTERNS)
-        self.check_names("misprint_kinds", MISPRINTS, is_once=False)
-        for key in ("patterns", "misprint_kinds"):
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for key, known in (("patterns", PATTERNS), ("misprint_kinds", MISPRINTS)):
+            for problem in _unknown(getattr(self, key), known):
+                yield key, problem
             if not getattr(self, key):
-                raise self.error(key, "is empty; name one")
+                yield key, "is empty; name one"
+        if len(set(self.patterns)) < len(self.patterns):
+            yield "patterns", "has duplicates; name each once"
         pairs = ("mask_share", "random_share"), ("denoising_share", "proofreading_share")
         for one, other in pairs:
             if getattr(self, one) + (second := getattr(self, other)) > 1 + 1e-6:
-                why = f"and objective.{other}={second} add up to more than 1"
-                raise self.error(one, f"{why}; lower one")
+                yield one, f"and objective.{other}={second} add up to more than 1; lower one"
 
 
 WITHOUT_DEFAULTS = "none"
@@ -741,7 +669,7 @@ WITHOUT_DEFAULTS = "none"
 
 
 @dataclass(frozen=True)
-class MeshConfig(Section, name="mesh", is_free=True):
+class MeshConfig(Section, name="mesh", fixed=()):
     """The arrangement of devices; the product of the axes is the number of devices."""
 
     data: int = setting(
@@ -749,18 +677,16 @@ class MeshConfig(Section, name="mesh", is_free=True):
     )
     fsdp: Natural = setting(
         0,
-        "number of devices across which the batch, parameters and optimiser state are split; 0: "
-        "the smallest number that leaves three quarters of an accelerator's memory free",
+        "devices across which the batch, parameters and optimiser state are split; 0: as few as "
+        "leave three quarters of an accelerator's memory free",
         high=2**20,
     )
-    tensor: Devices = setting(
-        1, "number of devices across which the matrices of one layer are split"
+    tensor: Count = setting(1, "devices across which the matrices of one layer are split")
+    expert: Count = setting(
+        1, "devices across which experts are split, and the batch in other layers"
     )
-    expert: Devices = setting(
-        1, "number of devices across which experts are split, and the batch in other layers"
-    )
-    context: Devices = setting(
-        1, "number of devices across which the positions of a row are split, for very long rows"
+    context: Count = setting(
+        1, "devices across which the positions of a row are split, for very long rows"
     )
     compiler_options: Texts = setting(
         (),
@@ -768,14 +694,14 @@ class MeshConfig(Section, name="mesh", is_free=True):
         "(dlm_jax/distributed/compiler.py); none: no defaults",
     )
 
-    def check(self) -> None:
+    def problems(self) -> Iterator[tuple[str, str]]:
         if self.data == 0:
-            raise self.error("data", "must be -1 or at least 1")
+            yield "data", "must be -1 or at least 1"
         for text in self.compiler_options:
             name, equals, _ = text.partition("=")
             if text != WITHOUT_DEFAULTS and not (name and equals):
                 advice = "write xla_tpu_scoped_vmem_limit_kib=65536, for example, or none"
-                raise _error("mesh.compiler_options", text, f"is not name=value; {advice}")
+                yield "compiler_options", f"has {text!r}, which is not name=value; {advice}"
 
 
 @dataclass(frozen=True)
@@ -792,10 +718,10 @@ class Config:
     sample: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
-        for key, problem in self._problems():
+        for key, problem in self.problems():
             raise _error(key, operator.attrgetter(key)(self), problem)
 
-    def _problems(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Iterator[tuple[str, str]]:
         """Keys of values that contradict others, each with ``why; remedy``."""
         model, train, sample, length = self.model, self.train, self.sample, self.data.seq_len
         is_fresh = not train.init_from
@@ -860,15 +786,14 @@ def from_dict(raw: Mapping[str, Any], *, where: str, saved_by: str = "") -> Conf
         model `saved_by` a version, names all of them), or a value has the wrong type or is out of
         range.
     """
-    for name, values in raw.items():
-        if not isinstance(values, Mapping):
-            _check_known(name, SECTIONS, f"{where}: unknown section")
-            raise ValueError(
-                f"{where}: {name}={values!r} is not a section; write [{name}] above its keys"
-            )
     sections = [name for name in raw if name not in SECTIONS]
     known = {name: values for name, values in raw.items() if name in SECTIONS}
-    keys = [key for key in flat(known) if key not in SETTINGS]
+    for name, values in known.items():
+        if not isinstance(values, Mapping):
+            remedy = f"write [{name}] above its keys"
+            raise ValueError(f"{where}: {name}={values!r} is not a section; {remedy}")
+    values = flat(known)
+    keys = [key for key in values if key not in SETTINGS]
     if saved_by and (sections or keys):
         unknown = ", ".join(map(repr, [f"[{name}]" for name in sections] + keys))
         raise ValueError(
@@ -879,15 +804,20 @@ def from_dict(raw: Mapping[str, Any], *, where: str, saved_by: str = "") -> Conf
         _check_known(name, SECTIONS, f"{where}: unknown section")
     for key in keys:
         _check_known(key, SETTINGS, f"{where}: unknown key")
-    made = {}
     try:
-        for name, values in known.items():
-            cls = SECTIONS[name]
-            typed = {k: _typed(v, cls.declared[k], f"{name}.{k}") for k, v in values.items()}
-            made[name] = cls(**typed)
-        return Config(**made)
+        return _replace(Config(), {k: _typed(v, SETTINGS[k], k) for k, v in values.items()})
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _replace(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with other values of some dotted keys."""
+    changes: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        changes.setdefault(section, {})[name] = value
+    sections = {s: dataclasses.replace(getattr(config, s), **v) for s, v in changes.items()}
+    return dataclasses.replace(config, **sections)
 
 
 def from_saved(meta: Mapping[str, Any], *, where: str) -> Config:
@@ -921,19 +851,18 @@ def override(config: Config, overrides: Mapping[str, str]) -> Config:
       ValueError: a key is unknown, a text is invalid, or values contradict each other. The message
         names the flag.
     """
-    changes: dict[str, dict[str, Any]] = {}
     try:
-        for key, text in overrides.items():
+        for key in overrides:
             _check_known(key, SETTINGS, "unknown flag")
-            section, _, name = key.partition(".")
-            value = _from_text(text, SETTINGS[key], f"--{key}")
-            values = changes.setdefault(section, {})
-            values[name] = value
-            for other in SETTINGS[key].resets_of(value):
-                if f"{section}.{other}" not in overrides:
-                    values[other] = SETTINGS[f"{section}.{other}"].default
-        sections = {s: dataclasses.replace(getattr(config, s), **v) for s, v in changes.items()}
-        return dataclasses.replace(config, **sections)
+        given = {
+            key: _from_text(text, SETTINGS[key], f"--{key}") for key, text in overrides.items()
+        }
+        resets = {
+            f"{key.partition('.')[0]}.{other}"
+            for key, value in given.items()
+            for other in SETTINGS[key].resets_of(value)
+        }
+        return _replace(config, {key: SETTINGS[key].default for key in resets} | given)
     except ValueError as error:
         raise ValueError(f"command line: {error}") from None
 
@@ -1076,23 +1005,22 @@ def parse_flags(
 
 def differing(config: Config) -> dict[str, dict[str, Any]]:
     """The changed values, by section and key; sections without changes are omitted."""
-    defaults, changes = to_dict(Config()), {}
-    for section, values in to_dict(config).items():
-        for key, value in values.items():
-            if value != defaults[section][key]:
-                changes.setdefault(section, {})[key] = value
-    return changes
+    defaults = to_dict(Config())
+    changes = {
+        section: {key: value for key, value in values.items() if value != defaults[section][key]}
+        for section, values in to_dict(config).items()
+    }
+    return {section: values for section, values in changes.items() if values}
 
 
 def to_toml(config: Config, *, header: str = "") -> str:
     """The config as TOML after a comment `header`; comments show the defaults of changed values."""
-    lines, changes = [f"# {line}".rstrip() for line in header.splitlines()], differing(config)
-    defaults = to_dict(Config())
+    lines, defaults = [f"# {line}".rstrip() for line in header.splitlines()], to_dict(Config())
     for section, values in to_dict(config).items():
         lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
         for key, value in values.items():
-            is_changed = key in changes.get(section, {})
-            note = f"  # default: {_value(defaults[section][key])}" if is_changed else ""
+            default = defaults[section][key]
+            note = "" if value == default else f"  # default: {_value(default)}"
             lines.append(f"{key} = {_value(value)}{note}")
     return "\n".join(lines) + "\n"
 

@@ -32,7 +32,11 @@ _ADVICE = {
         sdtt_share sdtt_steps sdtt_teacher_steps teacher
     """,
     "pass **model.presets[NAME] in Python, or --preset NAME": "preset",
-    "it was removed": "calibration prefix_mib report_every report_json",
+    "it was removed": "calibration prefix_mib report_every report_json sampler_width",
+    "it was removed; every norm is RMSNorm": "model.norm",
+    "it was removed; its default is used": """
+        max_ratio muon_momentum optim.b1 optim.b2 sticky_alone sticky_beside
+    """,
     "it was removed; a text has the same distribution without it": "draw",
     "it was removed; bfloat16 is faster": "quantize",
     "it was removed; DRY searches the whole run, and dry_multiplier=0 disables it": "dry_last_n",
@@ -56,6 +60,10 @@ _ADVICE = {
     "it was removed; whole texts are compared": "edit_hidden",
     "it was removed; use edit_gain": "edit_replace_gain edit_token_gain",
     "it was removed with the sequence scorer; every model is a language model": "mode",
+    "it was removed; model.attention_type=canvas has all layers of DiffusionGemma": """
+        attention_scale embedding_scaled experts_beside full_value_from_key layer_scales
+        post_norms router_scales self_conditioning value_norm
+    """,
     "it was removed; use a larger block_length": "open_blocks open_share",
     "it was removed; use sampler_min_neighbors_ratio": "sampler_ratio_by_density",
     "it is named sample.sampler_min_neighbors_ratio here": "sampler_min_neighbors_ratio",

@@ -1,10 +1,4 @@
-"""XLA compiler options for each kind of device, with measured or estimated gains.
-
-Gains on TPUs are estimates from compiled programs (`dlm_jax.contrib.pod_costs`): milliseconds per
-step by roofline / cycles, first without and then with the option, followed by the compile time in
-seconds. Rows have 4096 positions in training and 1024 in sampling; a sampling step computes whole
-canvases.
-"""
+"""XLA compiler options for each kind of device, with measured or estimated gains."""
 
 from __future__ import annotations
 
@@ -22,7 +16,6 @@ from dlm_jax.settings import SettingError
 
 Use = Literal["train", "sample"]
 
-
 # The on-chip memory that one operation may use. More memory allows larger tiles, for which
 # compilation takes longer.
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
@@ -30,8 +23,9 @@ _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 # products, the matrix is gathered first.
 _WINDOWED = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
-# The comments give the gain: the model, its topology, milliseconds (roof / cycles) and seconds of
-# compilation without and with the option.
+# The gain by `dlm_jax.contrib.pod_costs`: the model, its topology, milliseconds per step (roof /
+# cycles) and seconds of compilation, without and with the option. Rows have 4096 positions in
+# training and 1024 in sampling, where a step computes whole canvases.
 OPTIONS: Mapping[str, Mapping[Use, Mapping[str, str]]] = {
     "v5p": {
         "train": {_VMEM: "98304"},  # 1.3B, 4x4x4: 658 / 887 to 658 / 765; 78 to 227 s
@@ -78,34 +72,22 @@ def options(
     Raises:
       SettingError: the compiler rejects an option in `given` or its value.
     """
-    device: Any = _device_of(place)
-    chip = CHIPS.get(device.device_kind)
-    kind = chip.name if chip else device.platform
+    devices: list[Any] = jax.local_devices()
+    if place is not None:
+        devices = list(place.devices.flat if isinstance(place, Mesh) else place.device_set)
+    # One of this process, if possible.
+    device = min(devices, key=lambda device: device.process_index != jax.process_index())
+    kind = CHIPS[device.device_kind].name if device.device_kind in CHIPS else device.platform
     defaults = {} if WITHOUT_DEFAULTS in given else OPTIONS.get(kind, {}).get(use, {})
-    found = {name: value for name, value in defaults.items() if not _fault(device, name, value)}
+    accepted = {name: value for name, value in defaults.items() if not _fault(device, name, value)}
     for text in given:
-        if text == WITHOUT_DEFAULTS:
-            continue
         name, _, value = text.partition("=")
-        fault = _fault(device, name, value)
-        if fault:
-            raise SettingError(
-                "mesh.compiler_options",
-                text,
-                f"is rejected by the compiler of {device.device_kind} ({fault})",
-                "remove it",
-            )
-        found[name] = value
-    return found
-
-
-def _device_of(place: Mesh | Sharding | None) -> Any:
-    """One of the devices, from this process if possible."""
-    if place is None:
-        return jax.local_devices()[0]
-    devices = list(place.devices.flat if isinstance(place, Mesh) else place.device_set)
-    mine = [device for device in devices if device.process_index == jax.process_index()]
-    return (mine or devices)[0]
+        if text != WITHOUT_DEFAULTS:
+            if fault := _fault(device, name, value):
+                why = f"is rejected by the compiler of {device.device_kind} ({fault})"
+                raise SettingError("mesh.compiler_options", text, why, "remove it")
+            accepted[name] = value
+    return accepted
 
 
 @functools.cache

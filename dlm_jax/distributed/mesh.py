@@ -75,9 +75,7 @@ def shape_of(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[
         sizes["data"] = max(1, num_devices // inner)
     is_whole = math.prod(sizes.values()) == num_devices
     if not is_whole or sizes["data"] % num_slices:
-        asked = ", ".join(
-            f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1 or axis in _ALWAYS
-        )
+        asked = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
         problem = f"do not leave whole slices to mesh.data; there are {num_slices} slices"
         if not is_whole:
             problem = f"do not multiply to {num_devices}, the number of devices"

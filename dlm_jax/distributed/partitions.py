@@ -191,19 +191,19 @@ def axes_of(network: Network, params: Params | None = None) -> Params:
     """
     shapes = jax.eval_shape(network.init, key_of(0)) if params is None else params
     declared = {} if network.axes is None else network.axes(shapes)
-    like = {name: shapes.get(name, ()) for name in declared}
-    if jax.tree.structure(declared) != jax.tree.structure(like):
-        paths, declares = ({path for path, _ in named_leaves(tree)} for tree in (like, declared))
+    leaves = dict(named_leaves({name: shapes.get(name, ()) for name in declared}))
+    axes_by_path = dict(named_leaves(declared))
+    if other := leaves.keys() ^ axes_by_path.keys():
         raise ValueError(
-            f"{min(paths ^ declares)} has no Axes (from Network.axes), or is no "
-            "parameter; return the Axes of each parameter, or omit a top-level name"
+            f"{min(other)} has no Axes (from Network.axes), or is no parameter; return the Axes of "
+            "each parameter, or omit a top-level name"
         )
-    for (path, axes), leaf in zip(named_leaves(declared), jax.tree.leaves(like), strict=True):
-        unknown = {*axes.names} - {*AXIS_RULES, LAYERS, None}
-        if unknown or len(axes.names) not in (0, leaf.ndim):
+    for path, axes in axes_by_path.items():
+        shape, unknown = leaves[path].shape, {*axes.names} - {*AXIS_RULES, LAYERS, None}
+        if unknown or len(axes.names) not in (0, len(shape)):
             raise ValueError(
-                f"the Axes {axes.names} do not fit the parameter {path!r} of shape {leaf.shape}; "
-                f"use one of {', '.join(AXIS_RULES)}, {LAYERS} or None for each axis"
+                f"the Axes {axes.names} do not fit the parameter {path!r} of shape {shape}; use "
+                f"one of {', '.join(AXIS_RULES)}, {LAYERS} or None for each axis"
             )
     sizes = {name: 0 if name.endswith("_head") else network.vocab_size for name in shapes}
     return {name: _by_rank(shapes[name], size) for name, size in sizes.items()} | declared
@@ -227,12 +227,10 @@ def undeclared(network: Network, params: Params, num_devices: int) -> str:
         return ""
     axes = dict(named_leaves(axes_of(network, params)))
     matrices = ", ".join(path for path, _ in leaves if axes[path].is_matrix) or "none"
-    whole = (
-        f"; parameters without axes are whole on each of {num_devices} devices"
-        if num_devices > 1
-        else ""
-    )
-    return f"without Network.axes, matrices by rank: {matrices}{whole}"
+    line = f"without Network.axes, matrices by rank: {matrices}"
+    if num_devices == 1:
+        return line
+    return f"{line}; parameters without axes are whole on each of {num_devices} devices"
 
 
 def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:

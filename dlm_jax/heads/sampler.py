@@ -29,12 +29,12 @@ def layers(config: ModelConfig, linear: Callable[..., Any], norm: Any) -> dict[s
     no SiLU and is initialised to zero, and its output is added to the hidden vector. The layers
     are created by ``linear(fan_in, fan_out, scale=..., axes=...)`` and ``norm(size)``.
     """
-    width, inner = config.width, config.sampler_width or config.width
+    width = config.width
     num_inputs, scale = 1 + 2 * config.sampler_context, 0.0 if config.sampler_residual else 1.0
     return {
-        "inner": linear(num_inputs * width, inner, scale=1.0, axes=("embed", "mlp")),
-        "inner_norm": norm(inner),
-        "out": linear(inner, width, scale=scale, axes=("mlp", "embed")),
+        "inner": linear(num_inputs * width, width, scale=1.0, axes=("embed", "mlp")),
+        "inner_norm": norm(width),
+        "out": linear(width, width, scale=scale, axes=("mlp", "embed")),
         "out_norm": norm(width),
     }
 

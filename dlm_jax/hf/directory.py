@@ -416,7 +416,7 @@ def write_published(
     target = Path(path)
     if target.exists():
         raise ValueError(f"{target} exists already; choose a new directory")
-    if not config.model.experts or config.model.dense_layers or config.model.experts_beside:
+    if not config.model.experts or config.model.dense_layers or config.model.full_every:
         # A width of 0 stands for a width that only this library knows.
         model = dataclasses.replace(config.model, mlp_width=config.model.inner_width)
         config = dataclasses.replace(config, model=model)

@@ -84,7 +84,7 @@ def expressed(family: Family, model: ModelConfig) -> ModelConfig:
 
 UNPUBLISHED = frozenset(
     {"lora_rank", "lora_alpha", "lora_targets", "compute_dtype", "remat"}
-    | {"add_sampler_head", "sampler_context", "sampler_width", "sampler_residual"}
+    | {"add_sampler_head", "sampler_context", "sampler_residual"}
     | {"add_critic_head"}
 )
 """Settings of ``[model]`` that published models do not define."""

@@ -22,7 +22,7 @@ from dlm_jax.hf.families import family_of
 from dlm_jax.hf.family import FileFields
 from dlm_jax.hf.qwen import scaling_fields
 from dlm_jax.hf.tensors import TensorLocation
-from dlm_jax.model.attention import rotary_multipliers
+from dlm_jax.model.layers import rotary_multipliers
 from dlm_jax.settings import SettingError
 from dlm_jax.store.files import said
 

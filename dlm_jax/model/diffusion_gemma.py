@@ -1,6 +1,6 @@
 """DiffusionGemma (2026): a trunk that denoises a canvas after a text with causal attention.
 
-Sliding layers, with a limited attention window over the text, and full layers alternate in groups.
+Groups of sliding layers, with a limited attention window over the text, each end with a full layer.
 The cache contains only the keys and values of texts.
 """
 
@@ -13,21 +13,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from dlm_jax.config import ModelConfig
+from dlm_jax.distributed.partitions import pin
 from dlm_jax.model import ops
-from dlm_jax.model.attention import attend_behind, proportional_angles, seen_keys
-from dlm_jax.model.layers import Mlp, kv_shape, norm_of, parameter, unit_norm
-from dlm_jax.model.moe import Block
+from dlm_jax.model.layers import (
+    Attention,
+    Mlp,
+    Norm,
+    parameter,
+    rotary_angles,
+    unit_norm,
+)
+from dlm_jax.model.moe import Experts
 from dlm_jax.model.trunk import Angles, Trunk
-from dlm_jax.types import CachedTrunk, Network, Params, Window
+from dlm_jax.types import CachedTrunk, Network, Params, Window, live_positions
 
 
 class SelfConditioning(nnx.Module):
     """Adds the previous step's predictions to canvas embeddings (Chen et al. 2022)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.norm = norm_of(config)
+        self.norm = Norm(config)
         self.mlp = Mlp(config, rngs=rngs)
 
     def __call__(self, x_BLD: jax.Array, signal_BLD: jax.Array) -> jax.Array:
@@ -35,52 +43,78 @@ class SelfConditioning(nnx.Module):
         return unit_norm(x_BLD + self.mlp(self.norm(signal_BLD)), self.norm.epsilon)
 
 
-class CanvasBlock(Block):
-    """A block of text and canvas positions.
+class GemmaBlock(nnx.Module):
+    """A block with norms before and after attention and the MLP, and with experts beside the MLP.
 
-    With ``config.layer_scales``, its output is multiplied by a scale of its kind of position.
+    The output is multiplied by one scale at text positions and by another at canvas positions.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        is_full: bool = False,
-        is_dense: bool = False,
-    ):
-        super().__init__(config, rngs=rngs, is_full=is_full, is_dense=is_dense)
-        has_scales = config.layer_scales
-        self.text_scale = parameter(jnp.ones(1, jnp.float32), None) if has_scales else None
-        self.canvas_scale = parameter(jnp.ones(1, jnp.float32), None) if has_scales else None
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, is_full: bool):
+        norm = functools.partial(Norm, config)
+        self.attention_norm, self.attention_out_norm = norm(), norm()
+        self.attention = Attention(config, rngs=rngs, is_full=is_full)
+        self.mlp_norm, self.mlp_out_norm = norm(), norm()
+        self.mlp = Mlp(config, rngs=rngs)
+        self.experts: Any = Experts(config, rngs=rngs) if config.experts else None
+        if config.experts:
+            self.experts_norm, self.dense_out_norm, self.experts_out_norm = norm(), norm(), norm()
+        self.text_scale = parameter(jnp.ones(1, jnp.float32), None)
+        self.canvas_scale = parameter(jnp.ones(1, jnp.float32), None)
 
     def __call__(
         self, x_BLD: jax.Array, angles: Any, attend: Any, is_canvas_BL: jax.Array
     ) -> jax.Array:
-        """As `Block.__call__`; `is_canvas_BL` can be ``[B, 1]``."""
-        x_BLD = super().__call__(x_BLD, angles, attend)
-        if self.text_scale is None or self.canvas_scale is None:
-            return x_BLD
+        """As `dlm_jax.model.transformer.Block.__call__`; `is_canvas_BL` can be ``[B, 1]``."""
+        x_BLD = pin(x_BLD, "hidden")
+        y_BLD = self.attention(self.attention_norm(x_BLD), angles, attend)
+        x_BLD = checkpoint_name(x_BLD + self.attention_out_norm(y_BLD), "middle")
+        y_BLD = self.mlp(self.mlp_norm(x_BLD))
+        if self.experts is not None:
+            of_experts_BLD = self.experts(self.experts_norm(x_BLD), x_BLD)
+            y_BLD = self.dense_out_norm(y_BLD) + self.experts_out_norm(of_experts_BLD)
+        x_BLD = pin(x_BLD + self.mlp_out_norm(y_BLD), "hidden")
         of_canvas, of_text = self.canvas_scale[...][None, None], self.text_scale[...][None, None]
         scale_BL1 = jnp.where(is_canvas_BL[:, :, None], of_canvas, of_text)
         return x_BLD * scale_BL1.astype(x_BLD.dtype)
 
 
+def attend_behind(
+    q_BLHK: jax.Array,
+    k_BLGK: jax.Array,
+    v_BLGK: jax.Array,
+    length_B: jax.Array,
+    *,
+    start_B: jax.Array,
+    window: int,
+) -> jax.Array:
+    """`ops.attention` for a text followed by a canvas that starts at position ``start_B``.
+
+    A text position attends to itself and earlier positions; a canvas position attends to the text
+    and the canvas. With a window, a text position attends to the last `window` text positions, and
+    a canvas position to the last ``window - 1`` text positions. A window of 0 means no limit.
+    """
+    start_B11 = start_B[:, None, None]
+
+    def may_see(query: jax.Array, key: jax.Array) -> jax.Array:
+        begin = jnp.minimum(query[None], start_B11) - (window or k_BLGK.shape[1])
+        is_of_canvas = query[None] >= start_B11
+        return (is_of_canvas | (key <= query)[None]) & (key[None] > begin)
+
+    is_live_BL = live_positions(jnp.maximum(length_B, 1), q_BLHK.shape[1])
+    return ops.formula_attention(q_BLHK, k_BLGK, v_BLGK, is_live_BL, may_see=may_see)
+
+
 @dataclass(frozen=True)
 class DiffusionGemma(Trunk):
-    """A trunk with canvases: groups of sliding layers, each followed by a full layer.
-
-    With ``model.full_every`` of 0, all layers are sliding, with an unlimited window.
-    """
+    """A trunk with canvases: groups of sliding layers, each followed by a full layer."""
 
     def make(self, name: str, rngs: nnx.Rngs) -> nnx.Module:
         if name == "self_conditioning":
             return SelfConditioning(self.config, rngs=rngs)
         return super().make(name, rngs)
 
-    def block(self, name: str, rngs: nnx.Rngs) -> CanvasBlock:
-        is_full, is_dense = name == "full_blocks", name == "dense_blocks"
-        return CanvasBlock(self.config, rngs=rngs, is_full=is_full, is_dense=is_dense)
+    def block(self, name: str, rngs: nnx.Rngs) -> GemmaBlock:
+        return GemmaBlock(self.config, rngs=rngs, is_full=name == "full_blocks")
 
     def __call__(
         self,
@@ -94,8 +128,7 @@ class DiffusionGemma(Trunk):
 
         def attend(name: str, q: jax.Array, k: jax.Array, v: jax.Array, rows: Any) -> jax.Array:
             length_B, start_B = rows
-            window = self._reach(name)
-            return attend_behind(q, k, v, length_B, start_B=start_B, window=window)
+            return attend_behind(q, k, v, length_B, start_B=start_B, window=self._window_of(name))
 
         x_BLD = self.embed(params, tokens_BL)
         is_canvas_BL = jnp.arange(tokens_BL.shape[1])[None] >= start_B[:, None]
@@ -118,7 +151,7 @@ class DiffusionGemma(Trunk):
         return self.network(
             trunk=self.trunk,
             behind=self.__call__,
-            signal=self.signal if self.config.self_conditioning else None,
+            signal=self.signal,
             canvas_length=self.config.block_length,
             cached=cached,
         )
@@ -129,13 +162,14 @@ class DiffusionGemma(Trunk):
         """`Network.trunk`: the whole row is a canvas."""
         return self(params, tokens_BL, length_B, jnp.zeros_like(length_B)), cache
 
+    def embed(self, params: Params, ids: jax.Array) -> jax.Array:
+        return self._scaled(super().embed(params, ids))
+
     def signal(self, params: Params, logits_NV: jax.Array) -> jax.Array:
         """`Network.signal`."""
         table_VD = params["embedding"].astype(self.config.compute_dtype)
         probs_NV = jax.nn.softmax(logits_NV, axis=-1).astype(table_VD.dtype)
-        vectors_ND = ops.linear(probs_NV, table_VD)
-        scale = self.config.width**0.5 if self.config.embedding_scaled else 1.0
-        return vectors_ND * jnp.asarray(scale, vectors_ND.dtype)
+        return self._scaled(ops.linear(probs_NV, table_VD))
 
     def whole(
         self, params: Params, tokens_NL: jax.Array, length_N: jax.Array
@@ -143,7 +177,7 @@ class DiffusionGemma(Trunk):
         """`CachedTrunk.whole`: the forward pass over whole rows of text."""
 
         def attend(name: str, _: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-            window = self._reach(name)
+            window = self._window_of(name)
             return attend_behind(q, k, v, length_N, start_B=length_N, window=window), k, v
 
         is_canvas_N1 = jnp.zeros((length_N.shape[0], 1), bool)
@@ -174,25 +208,14 @@ class DiffusionGemma(Trunk):
         angles = jax.tree.map(lambda x_LK: x_LK[place_NW], self.angles(num_positions))
         begin_N11, end_N11 = window.begin_N[:, None, None], window.end_N[:, None, None]
 
-        def sees(reach: int, query: jax.Array, key: jax.Array) -> jax.Array:
+        def sees(name: str, query: jax.Array, key: jax.Array) -> jax.Array:
             # All positions of a canvas attend to the same keys; see `attend_behind`.
             last, from_ = (end_N11 - 1, begin_N11) if is_canvas else (query, query)
-            return (key <= last) & (key > from_ - (reach or num_positions))
+            return (key <= last) & (key > from_ - (self._window_of(name) or num_positions))
 
-        seen = {
-            name: seen_keys(
-                window,
-                place_NW,
-                length_N,
-                num_positions if num_seen is None else num_seen,
-                sees=functools.partial(sees, self._reach(name)),
-                num_shared=self.config.heads
-                // kv_shape(self.config, is_full=name == "full_blocks")[0],
-            )
-            for name in angles
-        }
+        num_seen = num_positions if num_seen is None else num_seen
+        attend = self.attend_beside(window, place_NW, length_N, row_N, num_seen, sees)
         is_canvas_N1 = jnp.full((place_NW.shape[0], 1), is_canvas)
-        attend = self.attend_beside(row_N, seen)
         return self.run_cached(params, x_NWD, angles, attend, cache, is_canvas_N1)
 
     def canvas(
@@ -211,26 +234,26 @@ class DiffusionGemma(Trunk):
         return self.window(*given, size=size, signal_NWD=signal_NWD, is_canvas=True)[0]
 
     def angles(self, num_positions: int) -> dict[str, Angles]:
-        config, angles = self.config, super().angles(num_positions)
-        if config.full_every:
-            angles["full_blocks"] = proportional_angles(
-                num_positions,
-                config.full_head_size or config.size_of_head,
-                config.full_rope_theta or config.rope_theta,
-                config.full_rotary_share,
-            )
-        return angles
+        """In full layers, only the first ``model.full_rotary_share`` of the pairs are rotated."""
+        config = self.config
+        size = config.full_head_size or config.size_of_head
+        theta = config.full_rope_theta or config.rope_theta
+        cos_LK, sin_LK = rotary_angles(num_positions, size, theta)
+        turns_K = jnp.arange(size // 2) < int(config.full_rotary_share * size // 2)
+        full = jnp.where(turns_K[None], cos_LK, 1.0), jnp.where(turns_K[None], sin_LK, 0.0)
+        return super().angles(num_positions) | {"full_blocks": full}
 
-    def _reach(self, name: str) -> int:
+    def _window_of(self, name: str) -> int:
         """Number of text positions that a text position attends to, and itself (0: all)."""
         return 0 if name == "full_blocks" else self.config.attention_window
+
+    def _scaled(self, vectors: jax.Array) -> jax.Array:
+        return vectors * jnp.asarray(self.config.width**0.5, vectors.dtype)
 
     def _conditioned(
         self, params: Params, x_BLD: jax.Array, signal_BLD: jax.Array | None
     ) -> jax.Array:
         """The embeddings of a canvas, with the signal (None: zeros)."""
-        if not self.config.self_conditioning:
-            return x_BLD
         signal_BLD = jnp.zeros_like(x_BLD) if signal_BLD is None else signal_BLD
         module = self.module("self_conditioning", params["self_conditioning"])
         return module(x_BLD, signal_BLD.astype(x_BLD.dtype))

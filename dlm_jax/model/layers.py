@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from dlm_jax.config import ModelConfig
-from dlm_jax.distributed.partitions import on_own_share, pin
+from dlm_jax.config import ModelConfig, RopeScaling, read_scaling
+from dlm_jax.distributed.partitions import pin
 from dlm_jax.model import ops
-from dlm_jax.model.lora import GROUP, MASK_ROW
 from dlm_jax.types import LAYERS, Axes, Params
 
 
@@ -66,51 +67,22 @@ class Linear(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """RMSNorm, or LayerNorm with a bias, computed in float32 and returned in the input's dtype."""
+    """RMSNorm of vectors of `size` elements, by default of hidden vectors.
 
-    def __init__(self, size: int, *, kind: str, epsilon: float):
-        self.scale = parameter(jnp.ones(size, jnp.float32), None)
-        self.bias = parameter(jnp.zeros(size, jnp.float32), None) if kind == "layer" else None
-        self.epsilon = epsilon
+    It is computed in float32 and returned in the input's dtype.
+    """
+
+    def __init__(self, config: ModelConfig, size: int = 0):
+        self.scale = parameter(jnp.ones(size or config.width, jnp.float32), None)
+        self.epsilon = config.norm_epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.bias is None:
-            return ops.rms_norm(x, self.scale[...], epsilon=self.epsilon)
-        x32 = x.astype(jnp.float32)
-        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        y = ops.rms_norm(x32, self.scale[...], epsilon=self.epsilon)
-        return (y + jnp.expand_dims(self.bias[...], tuple(range(x.ndim - 1)))).astype(x.dtype)
-
-
-def norm_of(config: ModelConfig, size: int = 0) -> Norm:
-    """A norm of vectors of `size` elements, by default of hidden vectors."""
-    return Norm(size or config.width, kind=config.norm, epsilon=config.norm_epsilon)
+        return ops.rms_norm(x, self.scale[...], epsilon=self.epsilon)
 
 
 def unit_norm(x: jax.Array, epsilon: float) -> jax.Array:
     """RMSNorm without a scale, computed in float32 and returned in the input's dtype."""
     return ops.rms_norm(x, jnp.ones(x.shape[-1:], jnp.float32), epsilon=epsilon)
-
-
-def embed(params: Params, ids: jax.Array) -> jax.Array:
-    """The embedding of each id, with the adapter of the last id if there is one.
-
-    If the table is sharded by feature, the table is gathered instead of the embeddings. An id
-    outside the table, such as the MASK of a causal model without one, has a finite embedding.
-    """
-
-    def look_up(params: Params, ids: jax.Array) -> jax.Array:
-        return jnp.take(params["embedding"], ids, axis=0, mode="clip")
-
-    if ids.ndim == 2:
-        vectors = on_own_share(look_up, params, (ids,), kind="tokens")
-    else:
-        vectors = look_up(params, ids)
-    adapter = params.get(GROUP, {}).get(MASK_ROW)
-    if adapter is None:
-        return vectors
-    is_last = ids == params["embedding"].shape[0] - 1
-    return vectors + jnp.where(is_last[..., None], adapter["row"], 0).astype(vectors.dtype)
 
 
 def kv_shape(config: ModelConfig, *, is_full: bool) -> tuple[int, int]:
@@ -121,13 +93,54 @@ def kv_shape(config: ModelConfig, *, is_full: bool) -> tuple[int, int]:
     return config.full_kv_heads or groups, config.full_head_size or size
 
 
+def rotary_angles(
+    num_positions: int, head_size: int, theta: float, scaling: str = ""
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of the rotary angles, each float32 ``[L, K/2]``.
+
+    Pair ``i`` at position ``l`` is rotated by ``l * theta ** (-2i / K)`` (Su et al. 2021, equation
+    15). `scaling` is ``model.rope_scaling``; its `RopeScaling.scale` multiplies the result.
+    """
+    frequencies = theta ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
+    found = read_scaling(scaling)
+    if found is not None:
+        frequencies *= jnp.asarray(rotary_multipliers(found, head_size, theta), jnp.float32)
+    angles = jnp.arange(num_positions, dtype=jnp.float32)[:, None] * frequencies[None, :]
+    cos_LK, sin_LK = jnp.cos(angles), jnp.sin(angles)
+    return (cos_LK, sin_LK) if found is None else (cos_LK * found.scale, sin_LK * found.scale)
+
+
+def rotary_multipliers(scaling: RopeScaling, head_size: int, theta: float) -> np.ndarray:
+    """The factor of the frequency of each pair, float64 ``[K/2]``."""
+
+    def pair_with(turns: float) -> float:
+        """The index of the pair that makes this number of turns."""
+        ratio = scaling.original / (turns * 2 * math.pi)
+        return head_size * math.log(ratio) / (2 * math.log(theta))
+
+    pair_K = np.arange(head_size // 2)
+    if scaling.kind == "linear":
+        unscaled_K = np.zeros(pair_K.size)
+    elif scaling.kind == "llama3":
+        turns_K = scaling.original * theta ** (-2 * pair_K / head_size) / (2 * math.pi)
+        unscaled_K = np.clip((turns_K - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    else:
+        first = max(math.floor(pair_with(scaling.high)), 0)
+        last = min(math.ceil(pair_with(scaling.low)), head_size - 1)
+        unscaled_K = 1 - np.clip((pair_K - first) / (last - first or 0.001), 0, 1)
+    return unscaled_K + (1 - unscaled_K) / scaling.factor
+
+
 class Attention(nnx.Module):
-    """Multi-head attention over the live positions, with RoPE and optional QK-norm."""
+    """Multi-head attention over the live positions, with RoPE and optional QK-norm.
+
+    In models with canvases, values are normalised, and scores are not scaled. A full layer uses its
+    keys as values, before norm and rotation.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, is_full: bool = False):
         groups, self.head_size = kv_shape(config, is_full=is_full)
-        self.scale, self.epsilon = config.attention_scale, config.norm_epsilon
-        self.norms_value = config.value_norm
+        self.is_gemma, self.epsilon = config.attention_type == "canvas", config.norm_epsilon
         project = functools.partial(
             Linear,
             config.width,
@@ -139,12 +152,10 @@ class Attention(nnx.Module):
         inner = config.heads * self.head_size
         self.query = project(inner)
         self.key = project(groups * self.head_size)
-        shares_key = is_full and config.full_value_from_key
-        self.value = None if shares_key else project(groups * self.head_size)
+        self.value = None if is_full else project(groups * self.head_size)
         self.out = Linear(inner, config.width, scale=0.0, rngs=rngs, axes=("heads", "embed"))
-        norm = functools.partial(Norm, self.head_size, kind="rms", epsilon=config.norm_epsilon)
-        self.query_norm = norm() if config.qk_norm else None
-        self.key_norm = norm() if config.qk_norm else None
+        self.query_norm = Norm(config, self.head_size) if config.qk_norm else None
+        self.key_norm = Norm(config, self.head_size) if config.qk_norm else None
 
     def __call__(self, x_BLD: jax.Array, angles: Any, attend: Callable[..., Any]) -> jax.Array:
         """The outputs of the heads, projected to ``[B, L, D]``.
@@ -163,12 +174,12 @@ class Attention(nnx.Module):
 
         q, k = heads(self.query, "query"), heads(self.key, "key")
         v = k if self.value is None else heads(self.value, "value")
-        if self.norms_value:
+        if self.is_gemma:
             v = unit_norm(v, self.epsilon)
         q, k = rotated(q, self.query_norm), rotated(k, self.key_norm)
-        if self.scale:
-            # The kernels divide by the square root of the head size.
-            q = (q.astype(jnp.float32) * (self.scale * self.head_size**0.5)).astype(q.dtype)
+        if self.is_gemma:
+            # The scores are not scaled, but the kernels divide by the square root of the head size.
+            q = (q.astype(jnp.float32) * self.head_size**0.5).astype(q.dtype)
         y_BLHK = pin(attend(pin(q, "queries"), pin(k, "keys"), pin(v, "keys")), "queries")
         return self.out(y_BLHK.reshape(*y_BLHK.shape[:2], -1))
 

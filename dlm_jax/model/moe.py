@@ -1,4 +1,4 @@
-"""The block of all architectures, and its mixture of experts: a router and grouped products.
+"""The MLP of a mixture of experts: a router and grouped products.
 
 There is no capacity limit, so rows are independent. The mesh axis ``expert`` shards the experts,
 and ``tensor`` shards the inner dimension of each expert. Each device applies its own experts to the
@@ -7,22 +7,17 @@ tokens of all devices along these axes, and the outputs are summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import mesh_in_use
-from dlm_jax.distributed.partitions import PLACES, fitting, pin
-from dlm_jax.model.layers import GATES, Attention, Linear, Mlp, norm_of, parameter, unit_norm
-
-Kernels = tuple[jax.Array, jax.Array, jax.Array]
-"""The kernels of some experts: gate and up ``[E, D, F]``, down ``[E, F, D]``."""
+from dlm_jax.distributed.partitions import PLACES, fitting
+from dlm_jax.model.layers import GATES, Linear, Mlp, parameter, unit_norm
 
 
 class Experts(nnx.Module):
@@ -48,7 +43,7 @@ class Experts(nnx.Module):
         self.expert_down = drawn(inner, width, 0.0, "mlp", "embed")
         shared = config.shared_width
         self.shared = Mlp(config, rngs=rngs, inner=shared) if shared else None
-        has_scales = config.router_scales
+        has_scales = config.attention_type == "canvas"
         self.router_scale = parameter(jnp.ones(width, jnp.float32), None) if has_scales else None
         self.output_scale = parameter(jnp.ones(num, jnp.float32), None) if has_scales else None
 
@@ -70,109 +65,13 @@ class Experts(nnx.Module):
         ids_NK, weights_NK = route(self.config, logits_NE, bias_E)
         if self.output_scale is not None:
             weights_NK *= self.output_scale[...].astype(jnp.float32)[ids_NK]
-        gate, up, down = (
+        kernels = tuple(
             kernel[...].astype(x_BLD.dtype)
             for kernel in (self.expert_gate, self.expert_up, self.expert_down)
         )
         ids_BLK, weights_BLK = (x.reshape(*x_BLD.shape[:2], -1) for x in (ids_NK, weights_NK))
-        activation = self.config.activation
-        y_BLD = over_devices((gate, up, down), x_BLD, ids_BLK, weights_BLK, activation=activation)
+        y_BLD = mixture(kernels, x_BLD, ids_BLK, weights_BLK, GATES[self.config.activation])
         return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD)
-
-
-class Block(nnx.Module):
-    """A pre-norm block: attention, then the MLP, each added to its input.
-
-    With ``config.post_norms``, the outputs of attention and of the MLP are also normalised. With
-    ``config.experts``, a block that is not dense has experts in place of the MLP or, with
-    ``config.experts_beside``, in addition.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        rngs: nnx.Rngs,
-        is_full: bool = False,
-        is_dense: bool = False,
-    ):
-        has_experts = config.experts > 0 and not is_dense
-        is_beside = has_experts and config.experts_beside
-        mlp: Any = Experts if has_experts and not is_beside else Mlp
-
-        def norm(is_used: bool) -> Any:
-            return norm_of(config) if is_used else None
-
-        self.attention_norm = norm_of(config)
-        self.attention = Attention(config, rngs=rngs, is_full=is_full)
-        self.attention_out_norm = norm(config.post_norms)
-        self.mlp_norm = norm_of(config)
-        self.mlp = mlp(config, rngs=rngs)
-        self.mlp_out_norm = norm(config.post_norms)
-        self.experts: Any = Experts(config, rngs=rngs) if is_beside else None
-        self.experts_norm = norm(is_beside)
-        self.dense_out_norm = norm(is_beside)
-        self.experts_out_norm = norm(is_beside)
-
-    def __call__(self, x_BLD: jax.Array, angles: Any, attend: Callable[..., Any]) -> jax.Array:
-        """Hidden vectors after the block, ``[B, L, D]``; see `Attention.__call__`."""
-        x_BLD = pin(x_BLD, "hidden")
-        y_BLD = self.attention(self.attention_norm(x_BLD), angles, attend)
-        if self.attention_out_norm is not None:
-            y_BLD = self.attention_out_norm(y_BLD)
-        x_BLD = checkpoint_name(x_BLD + y_BLD, "middle")
-        y_BLD = self.mlp(self.mlp_norm(x_BLD))
-        if self.experts is not None:
-            of_experts_BLD = self.experts(self.experts_norm(x_BLD), x_BLD)
-            y_BLD = self.dense_out_norm(y_BLD) + self.experts_out_norm(of_experts_BLD)
-        if self.mlp_out_norm is not None:
-            y_BLD = self.mlp_out_norm(y_BLD)
-        return pin(x_BLD + y_BLD, "hidden")
-
-
-def over_devices(
-    kernels: Kernels,
-    x_BLD: jax.Array,
-    ids_BLK: jax.Array,
-    weights_BLK: jax.Array,
-    *,
-    activation: str,
-) -> jax.Array:
-    """Computes `mixture` for tokens ``[B, L, D]`` that are sharded like hidden vectors.
-
-    Each device sorts only the tokens of its ``expert`` group. The kernels are gathered over all
-    mesh axes that shard rows, except ``expert``.
-    """
-    mesh = mesh_in_use()
-    if mesh is None:
-        return mixture(x_BLD, ids_BLK, weights_BLK, kernels, activation=activation)
-    rows = fitting(PLACES["hidden"], x_BLD.shape[:2], mesh)
-    inward = fitting(P("expert", None, "tensor"), kernels[0].shape, mesh)
-    outward = fitting(P("expert", "tensor", None), kernels[2].shape, mesh)
-    splits_experts, splits_inner = inward[0] is not None, inward[2] is not None
-    splits_rows = splits_experts and "expert" in (rows[0] or ())
-
-    def of_share(kernels: Kernels, *own: Any) -> jax.Array:
-        if splits_rows:
-            own = tuple(jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in own)
-        first = None
-        if splits_experts:
-            first = jax.lax.axis_index("expert") * kernels[0].shape[0]
-        x, ids, weights = own
-        y_BLD = mixture(x, ids, weights, kernels, first=first, activation=activation)
-        if splits_inner:
-            y_BLD = jax.lax.psum(y_BLD, "tensor")
-        if splits_rows:
-            return jax.lax.psum_scatter(y_BLD, "expert", scatter_dimension=0, tiled=True)
-        return jax.lax.psum(y_BLD, "expert") if splits_experts else y_BLD
-
-    split = jax.shard_map(
-        of_share,
-        in_specs=((inward, inward, outward), rows, rows, rows),
-        out_specs=rows,
-        check_vma=False,
-    )
-    return split(kernels, x_BLD, ids_BLK, weights_BLK)
 
 
 def route(
@@ -206,25 +105,57 @@ def route(
 
 
 def mixture(
-    x: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    kernels: Kernels,
-    *,
-    first: jax.Array | None = None,
-    activation: str = "swiglu",
+    kernels: Any, x_BLD: jax.Array, ids_BLK: jax.Array, weights_BLK: jax.Array, gate: Any
 ) -> jax.Array:
-    """Weighted sum of the outputs of each token's experts, ``[..., D]`` in the dtype of `x`.
+    """Weighted sum of the outputs of each token's experts, for tokens that are sharded like hidden
+    vectors. `kernels` are gate and up ``[E, D, F]`` and down ``[E, F, D]``, and `gate` is the
+    activation.
 
-    Tokens are sorted by expert, so that each of the three projections is one grouped matrix product
-    (`jax.lax.ragged_dot`). `first` is the id of the first expert in `kernels`; experts outside
-    `kernels` contribute nothing. None means that `kernels` contains all experts. The activation of
-    the gate is a key of `GATES`.
+    Each device sorts only the tokens of its ``expert`` group. The kernels are gathered over all
+    mesh axes that shard rows, except ``expert``.
     """
-    x_ND, ids_NK, weights_NK = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
+    mesh = mesh_in_use()
+    if mesh is None:
+        return _of_experts(kernels, x_BLD, ids_BLK, weights_BLK, gate=gate)
+    rows = fitting(PLACES["hidden"], x_BLD.shape[:2], mesh)
+    inward = fitting(P("expert", None, "tensor"), kernels[0].shape, mesh)
+    outward = fitting(P("expert", "tensor", None), kernels[2].shape, mesh)
+    splits_experts, splits_inner = inward[0] is not None, inward[2] is not None
+    splits_rows = splits_experts and "expert" in (rows[0] or ())
+
+    def of_share(kernels: Any, *own: Any) -> jax.Array:
+        if splits_rows:
+            own = tuple(jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in own)
+        first = jax.lax.axis_index("expert") * kernels[0].shape[0] if splits_experts else None
+        y_BLD = _of_experts(kernels, *own, gate=gate, first=first)
+        if splits_inner:
+            y_BLD = jax.lax.psum(y_BLD, "tensor")
+        if splits_rows:
+            return jax.lax.psum_scatter(y_BLD, "expert", scatter_dimension=0, tiled=True)
+        return jax.lax.psum(y_BLD, "expert") if splits_experts else y_BLD
+
+    specs = (inward, inward, outward), rows, rows, rows
+    split = jax.shard_map(of_share, in_specs=specs, out_specs=rows, check_vma=False)
+    return split(kernels, x_BLD, ids_BLK, weights_BLK)
+
+
+def _of_experts(
+    kernels: Any,
+    x_BLD: jax.Array,
+    ids_BLK: jax.Array,
+    weights_BLK: jax.Array,
+    *,
+    gate: Any,
+    first: jax.Array | None = None,
+) -> jax.Array:
+    """`mixture` of experts that are on one device, the first of which has the id `first`.
+
+    Tokens are sorted by expert, so that each of the three projections is one grouped matrix
+    product. None means that `kernels` has all experts; others contribute nothing.
+    """
+    x_ND, ids_NK, weights_NK = (a.reshape(-1, a.shape[-1]) for a in (x_BLD, ids_BLK, weights_BLK))
     gate_EDF, up_EDF, down_EFD = kernels
-    num_experts = gate_EDF.shape[0]
-    is_here_NK = None
+    num_experts, is_here_NK = gate_EDF.shape[0], None
     if first is not None:
         ids_NK = ids_NK - first
         is_here_NK = (ids_NK >= 0) & (ids_NK < num_experts)
@@ -233,10 +164,11 @@ def mixture(
     order_P = jnp.argsort(ids_NK.reshape(-1), stable=True)
     sizes_E = jnp.bincount(ids_NK.reshape(-1), length=num_experts).astype(jnp.int32)
     x_PD = x_ND[order_P // ids_NK.shape[1]]
-    inner_PF = GATES[activation](jax.lax.ragged_dot(x_PD, gate_EDF, sizes_E))
+    inner_PF = gate(jax.lax.ragged_dot(x_PD, gate_EDF, sizes_E))
     inner_PF *= jax.lax.ragged_dot(x_PD, up_EDF, sizes_E)
     y_PD = jax.lax.ragged_dot(inner_PF, down_EFD, sizes_E)
     y_NKD = y_PD[jnp.argsort(order_P)].reshape(*ids_NK.shape, -1)
     if is_here_NK is not None:
         y_NKD = jnp.where(is_here_NK[:, :, None], y_NKD, 0)
-    return jnp.sum(y_NKD * weights_NK[:, :, None], axis=1).astype(x.dtype).reshape(x.shape)
+    y_ND = jnp.sum(y_NKD * weights_NK[:, :, None], axis=1)
+    return y_ND.astype(x_BLD.dtype).reshape(x_BLD.shape)

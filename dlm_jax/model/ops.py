@@ -8,6 +8,7 @@ are imported where they are called.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec as P
 
 from dlm_jax.devices import is_on_one_cpu, mesh_in_use, platform
-from dlm_jax.distributed.partitions import on_own_rows
-from dlm_jax.model.kernels import cpu
-from dlm_jax.model.kernels.split import SAVED, grouped, padded, ungrouped, window_by_device
+from dlm_jax.distributed.partitions import ROWS, fitting, on_own_rows
+from dlm_jax.model.kernels import SAVED, cpu, grouped, padded, ungrouped
 from dlm_jax.types import live_positions, text_starts
 
 MaySee = Callable[[Any, Any], Any]
@@ -370,18 +371,15 @@ def window_attention(
       cache: cached keys and values, each ``[R, layers, G, L, K]``, or ``[R, G, L, K]`` without
         `layer`.
       own_BGWK: new keys and values.
-      seen: the biases of `seen_keys` for the cached keys, of which only the first are read if there
-        are fewer biases, and for the new keys.
+      seen: the biases of `Trunk.attend_beside` for the cached keys, of which only the first are
+        read if there are fewer biases, and for the new keys.
       layer: index of the layer.
       row_B: row of the cache of each row of the window; None means the same rows.
     """
-    kernel = None if layer is None else _window_kernel(q_BWHK, cache[0], own_BGWK[0], seen)
-    if kernel is not None and layer is not None:
-        num_rows = q_BWHK.shape[0]
-        row_B = jnp.arange(num_rows, dtype=jnp.int32) if row_B is None else row_B
-        layer_B = jnp.full(num_rows, layer, jnp.int32)
-        return window_by_device(kernel, q_BWHK, cache, own_BGWK, seen, row_B, layer_B)
     if layer is not None:
+        kernel = _window_kernel(q_BWHK, cache[0], own_BGWK[0], seen)
+        if kernel is not None:
+            return _window_by_device(kernel, q_BWHK, cache, own_BGWK, seen, row_B, layer)
         cache = _of_layer(cache[0], layer), _of_layer(cache[1], layer)
     if row_B is not None:
         cache = on_own_rows(rows_of, cache, row_B)
@@ -419,6 +417,35 @@ def _window_kernel(
         fits = num_seen >= TILE and leaf.shape[-1] in _TRITON_SIZES
         kernel = triton_window if fits else None
     return kernel
+
+
+def _window_by_device(
+    kernel: Callable[..., jax.Array],
+    q_BWHK: jax.Array,
+    cache: KeyValue,
+    own_BGWK: KeyValue,
+    seen: tuple[jax.Array, jax.Array],
+    row_B: jax.Array | None,
+    layer: jax.Array,
+) -> jax.Array:
+    """Each device computes its own rows and heads, and holds all heads of its rows of the cache."""
+
+    def of_device(q: jax.Array, leaves: Any, own: Any, seen: Any, row: Any, layer: Any) -> Any:
+        group = 0 if heads is None else jax.lax.axis_index(heads) * own[0].shape[1]
+        group_B = jnp.full(q.shape[0], group, jnp.int32)
+        row_B = (row % leaves[0].shape[0]).astype(jnp.int32)
+        return kernel(q, leaves, own, seen, row_B, layer, group_B)
+
+    num_rows, heads, mesh = q_BWHK.shape[0], None, mesh_in_use()
+    row_B = jnp.arange(num_rows, dtype=jnp.int32) if row_B is None else row_B
+    given = q_BWHK, cache, own_BGWK, seen, row_B, jnp.full(num_rows, layer, jnp.int32)
+    if mesh is None:
+        return of_device(*given)
+    common = math.gcd(num_rows, cache[0].shape[0])
+    rows, heads = fitting(P(ROWS, "tensor"), (common, own_BGWK[0].shape[1]), mesh)
+    of_heads, of_rows = P(rows, None, heads), P(rows)
+    specs = of_heads, of_rows, P(rows, heads), of_rows, of_rows, of_rows
+    return jax.shard_map(of_device, in_specs=specs, out_specs=of_heads, check_vma=False)(*given)
 
 
 def _product(a_BGNM: jax.Array, b: jax.Array, axis: int) -> jax.Array:

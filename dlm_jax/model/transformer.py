@@ -9,23 +9,76 @@ of the token at i - 1, as if the input were shifted. Position 0 is hidden.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from dlm_jax.config import ModelConfig
-from dlm_jax.distributed.partitions import on_own_rows
+from dlm_jax.distributed.partitions import on_own_rows, pin
 from dlm_jax.heads import HEADS
 from dlm_jax.model import ops
-from dlm_jax.model.attention import InBlocks, attend_beside_clean, attention_weights, seen_keys
 from dlm_jax.model.diffusion_gemma import DiffusionGemma
+from dlm_jax.model.layers import Attention, Mlp, Norm
 from dlm_jax.model.lora import stacks_of
-from dlm_jax.model.moe import Block
+from dlm_jax.model.moe import Experts
 from dlm_jax.model.trunk import Trunk
-from dlm_jax.types import CachedTrunk, Inside, Network, Params, Window, left_of, text_starts
+from dlm_jax.types import (
+    CachedTrunk,
+    Inside,
+    Network,
+    Params,
+    Window,
+    left_of,
+    live_positions,
+    text_starts,
+)
+
+
+class Block(nnx.Module):
+    """A pre-norm block: attention, then an MLP or experts, each added to its input."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, is_dense: bool):
+        self.attention_norm, self.mlp_norm = Norm(config), Norm(config)
+        self.attention = Attention(config, rngs=rngs)
+        mlp: Any = Experts if config.experts and not is_dense else Mlp
+        self.mlp = mlp(config, rngs=rngs)
+
+    def __call__(self, x_BLD: jax.Array, angles: Any, attend: Callable[..., Any]) -> jax.Array:
+        """Hidden vectors after the block, ``[B, L, D]``; see `Attention.__call__`."""
+        x_BLD = pin(x_BLD, "hidden")
+        y_BLD = self.attention(self.attention_norm(x_BLD), angles, attend)
+        x_BLD = checkpoint_name(x_BLD + y_BLD, "middle")
+        return pin(x_BLD + self.mlp(self.mlp_norm(x_BLD)), "hidden")
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """A position attends to its own block of `length` positions and to all earlier blocks."""
+
+    length: int
+
+    def __call__(self, query: Any, key: Any) -> Any:
+        return key // self.length <= query // self.length
+
+
+@dataclass(frozen=True)
+class BesideClean:
+    """Noisy positions attend to their own noisy block and to all earlier clean blocks."""
+
+    length: int
+    num_positions: int
+
+    def __call__(self, query: Any, key: Any) -> Any:
+        is_noisy = key < self.num_positions
+        is_own = key // self.length == query // self.length
+        is_before = (key - self.num_positions) // self.length < query // self.length
+        return (is_noisy & is_own) | (~is_noisy & is_before)
 
 
 def one_later(x_BLD: jax.Array, before_BD: jax.Array | None = None) -> jax.Array:
@@ -143,13 +196,19 @@ class Transformer(Trunk):
 
     def inside(self, params: Params, tokens_BL: jax.Array, length_B: jax.Array) -> Inside:
         """`Network.inside`: the blocks one by one, with plain attention."""
-        angles = self.angles(tokens_BL.shape[1])
+        num_positions = tokens_BL.shape[1]
+        angles, place_L = self.angles(num_positions), jnp.arange(num_positions)
         hidden, maps = [self.embed(params, self.inputs(tokens_BL))], []
+        is_seen_B1LL = live_positions(jnp.maximum(length_B, 1), num_positions)[:, None, None]
+        if self.may_see is not None:
+            is_seen_B1LL = is_seen_B1LL & self.may_see(place_L[:, None], place_L[None])[None, None]
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            maps.append(attention_weights(q, k, length_B, self.may_see))
-            v_BLHK = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
-            return jnp.einsum("bhlm,bmhk->blhk", maps[-1].astype(v.dtype), v_BLHK)
+            k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+            scores_BHLL = jnp.einsum("blhk,bmhk->bhlm", q, k).astype(jnp.float32)
+            scores_BHLL = jnp.where(is_seen_B1LL, scores_BHLL / math.sqrt(q.shape[-1]), -jnp.inf)
+            maps.append(jax.nn.softmax(scores_BHLL))
+            return jnp.einsum("bhlm,bmhk->blhk", maps[-1].astype(v.dtype), v)
 
         for name, stack in stacks_of(params).items():
             for one in ops.slices(stack):
@@ -166,16 +225,26 @@ class Transformer(Trunk):
         *,
         block_length: int = 0,
     ) -> jax.Array:
-        """`Network.beside_clean`: a noisy and a clean stream of the same rows."""
-        block_length = block_length or self.block_length
+        """`Network.beside_clean`: a noisy and a clean stream of the same rows.
 
-        def attend(_: str, *qkv_and_length: jax.Array) -> jax.Array:
-            return attend_beside_clean(*qkv_and_length, block_length=block_length)
+        A noisy position attends to the noisy positions of its block and the clean positions of
+        earlier blocks. A clean position attends to the clean positions of its own and earlier
+        blocks (Arriola et al. 2025, Block diffusion, section 3.1). The streams are concatenated
+        along the row axis, ``[2 B, L, ...]``, and have the same lengths.
+        """
+        half, num_positions = shown_BL.shape
+        blocks = InBlocks(block_length or self.block_length)
+        beside = BesideClean(blocks.length, num_positions)
 
-        angles = self.angles(shown_BL.shape[1])
+        def attend(_: str, q: jax.Array, k: jax.Array, v: jax.Array, length_B: Any) -> jax.Array:
+            both_k, both_v = (jnp.concatenate([x[:half], x[half:]], axis=1) for x in (k, v))
+            noisy = ops.attention(q[:half], both_k, both_v, length_B, may_see=beside)
+            clean = ops.attention(q[half:], k[half:], v[half:], length_B, may_see=blocks)
+            return jnp.concatenate([noisy, clean])
+
         x = self.embed(params, jnp.concatenate([shown_BL, clean_BL]))
-        x = self.run_layers(params, x, angles, attend, length_B)
-        return self.outputs(params, x[: shown_BL.shape[0]])
+        x = self.run_layers(params, x, self.angles(num_positions), attend, length_B)
+        return self.outputs(params, x[:half])
 
     def init_cache(self, params: Params, num_rows: int, num_positions: int) -> Any:
         """`CachedTrunk.init`."""
@@ -212,24 +281,23 @@ class Transformer(Trunk):
         num_seen: int | None = None,
     ) -> tuple[jax.Array, Any]:
         """`CachedTrunk.window`."""
-        config, num_positions, block = self.config, tokens_NL.shape[1], self.block_length
+        num_positions, block = tokens_NL.shape[1], self.block_length
         place_NW = window.place_N[:, None] + jnp.arange(size)[None]
         at_NW = jnp.maximum(place_NW - 1, 0) if self.hides_first else place_NW
         angles = jax.tree.map(lambda x_LK: x_LK[at_NW], self.angles(num_positions))
-        seen = seen_keys(
+        attend = self.attend_beside(
             window,
             place_NW,
             length_N,
+            row_N,
             num_positions if num_seen is None else num_seen,
-            sees=lambda query, key: not block or key // block <= query // block,
-            num_shared=config.heads // (config.kv_heads or config.heads),
+            lambda name, query, key: not block or key // block <= query // block,
             first=int(self.hides_first),
         )
         if self.is_causal:
-            tokens_NL = left_of(tokens_NL, max(config.start_id, 0))
+            tokens_NL = left_of(tokens_NL, max(self.config.start_id, 0))
         x_NWD = self.embed(params, jnp.take_along_axis(tokens_NL, place_NW, axis=1))
         layers, hidden_BLD = cache if self.caches_hidden else (cache, None)
-        attend = self.attend_beside(row_N, dict.fromkeys(angles, seen))
         x_NWD, piece = self.run_cached(params, x_NWD, angles, attend, layers)
         if not self.caches_hidden:
             return x_NWD, piece

@@ -22,17 +22,39 @@ from flax import nnx
 
 from dlm_jax.config import ModelConfig
 from dlm_jax.devices import is_concrete
+from dlm_jax.distributed.partitions import on_own_share
 from dlm_jax.heads import HEADS
 from dlm_jax.model import ops
-from dlm_jax.model.attention import rotary_angles
-from dlm_jax.model.layers import Linear, declared, embed, kv_shape, norm_of, parameter
-from dlm_jax.model.lora import GROUP, applied, stacks_of, with_adapters
+from dlm_jax.model.kernels import shared_bias
+from dlm_jax.model.layers import Linear, Norm, declared, kv_shape, parameter, rotary_angles
+from dlm_jax.model.lora import GROUP, MASK_ROW, applied, stacks_of, with_adapters
 from dlm_jax.model.ops import KeyValue, by_group
 from dlm_jax.randomness import key_of
-from dlm_jax.types import Axes, Network, Params
+from dlm_jax.types import Axes, Network, Params, Window
 
 Angles = tuple[jax.Array, jax.Array]
 """Cosines and sines ``[L, K/2]``, or ``[B, L, K/2]`` if positions differ between rows."""
+
+
+def embed(params: Params, ids: jax.Array) -> jax.Array:
+    """The embedding of each id, with the adapter of the last id if there is one.
+
+    If the table is sharded by feature, the table is gathered instead of the embeddings. An id
+    outside the table, such as the MASK of a causal model without one, has a finite embedding.
+    """
+
+    def look_up(params: Params, ids: jax.Array) -> jax.Array:
+        return jnp.take(params["embedding"], ids, axis=0, mode="clip")
+
+    if ids.ndim == 2:
+        vectors = on_own_share(look_up, params, (ids,), kind="tokens")
+    else:
+        vectors = look_up(params, ids)
+    adapter = params.get(GROUP, {}).get(MASK_ROW)
+    if adapter is None:
+        return vectors
+    is_last = ids == params["embedding"].shape[0] - 1
+    return vectors + jnp.where(is_last[..., None], adapter["row"], 0).astype(vectors.dtype)
 
 
 @dataclass(frozen=True)
@@ -47,12 +69,12 @@ class Trunk:
         if name.endswith("blocks"):
             return self.block(name, rngs)
         if name == "norm":
-            return norm_of(config)
+            return Norm(config)
         if name == "head":
             size, axes = (config.width, config.vocab_size), ("embed", "vocab")
             return Linear(*size, scale=0.02, rngs=rngs, axes=axes, is_matrix=False)
         head, linear = HEADS[name.removesuffix("_head")], functools.partial(Linear, rngs=rngs)
-        return nnx.Dict(head.layers(config, linear, functools.partial(norm_of, config)))
+        return nnx.Dict(head.layers(config, linear, functools.partial(Norm, config)))
 
     def block(self, name: str, rngs: nnx.Rngs) -> nnx.Module:
         """A block of the stack `name`."""
@@ -76,11 +98,7 @@ class Trunk:
 
     def embed(self, params: Params, ids: jax.Array) -> jax.Array:
         """The input vectors of the first block, in the compute dtype."""
-        config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
-        vectors = embed(params, ids).astype(dtype)
-        if config.embedding_scaled:
-            vectors = vectors * jnp.asarray(config.width**0.5, dtype)
-        return vectors
+        return embed(params, ids).astype(self.config.compute_dtype)
 
     def norm(self, params: Params, x_BLD: jax.Array) -> jax.Array:
         """The final norm."""
@@ -280,18 +298,45 @@ class Trunk:
         pieces = jax.tree.map(lambda leaf: ops.as_it_lies(jnp.moveaxis(leaf, 0, 1)), pieces)
         return self.norm(params, x), pieces
 
-    def attend_beside(self, row_N: jax.Array | None, seen: Mapping[str, Any]) -> Callable[..., Any]:
-        """`run_cached`'s ``attend`` of a window beside the rows `row_N` of a cache.
+    def attend_beside(
+        self,
+        window: Window,
+        place_BW: jax.Array,
+        length_B: jax.Array,
+        row_B: jax.Array | None,
+        num_seen: int,
+        sees: Callable[[str, jax.Array, jax.Array], Any],
+        *,
+        first: int = 0,
+    ) -> Callable[..., Any]:
+        """`run_cached`'s ``attend`` of queries at `place_BW` beside the rows `row_B` of a cache.
 
-        `seen` has the biases of `seen_keys` for each stack of layers.
+        A query sees the first `num_seen` cached keys of its row outside the window, and the keys of
+        the window, both from position `first` on and where ``sees(name, query, key)`` is True, for
+        positions ``[B, W, 1]`` and ``[B, 1, M]`` in layers of the stack `name`.
         """
+        begin_B1, end_B1 = window.begin_N[:, None], window.end_N[:, None]
+
+        def bias(name: str, key_BM: jax.Array, *, is_new: bool) -> jax.Array:
+            is_own_BM = (key_BM >= begin_B1) & (key_BM < end_B1)
+            is_there_BM = (key_BM >= first) & (key_BM < length_B[:, None]) & (is_own_BM == is_new)
+            is_seen = sees(name, place_BW[:, :, None], key_BM[:, None, :])
+            num_groups = kv_shape(self.config, is_full=name == "full_blocks")[0]
+            return shared_bias(is_there_BM[:, None, :] & is_seen, self.config.heads // num_groups)
+
+        place_1L = jnp.arange(num_seen)[None]
+        seen = {
+            name: (bias(name, place_1L, is_new=False), bias(name, place_BW, is_new=True))
+            for name, layers in self.config.layers.items()
+            if layers
+        }
 
         def attend(name: str, old: Any, *qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             (*leaves, layer), (q, k, v) = old, qkv
             if layer is None:
                 leaves = [x.reshape(*x.shape[:2], -1, k.shape[-1]) for x in leaves]
             own = by_group(k), by_group(v)
-            y = ops.window_attention(q, tuple(leaves), own, seen[name], layer=layer, row_B=row_N)
+            y = ops.window_attention(q, tuple(leaves), own, seen[name], layer=layer, row_B=row_B)
             return y, k, v
 
         return attend
@@ -313,7 +358,7 @@ def _parameters(trunk: Trunk, rngs: nnx.Rngs) -> nnx.Dict:
             split = nnx.split_rngs(splits=len(layers))
             made[name] = split(nnx.vmap(functools.partial(trunk.make, name)))(rngs)
     names = ["norm"] + ["head"] * (not config.tied_head)
-    names += ["self_conditioning"] * config.self_conditioning
+    names += ["self_conditioning"] * (config.attention_type == "canvas")
     # Heads are initialised last, so that the other parameters do not depend on them.
     names += [f"{name}_head" for name in config.added_heads]
     return nnx.Dict(made | {name: trunk.make(name, rngs) for name in names})

@@ -221,21 +221,17 @@ def denoising(
     """Plain cross-entropy at the positions that a corruption pattern selects.
 
     Each row uses one pattern, drawn uniformly. ``random`` and ``sticky`` select a fraction of the
-    row that is uniform on (0, max_ratio]. With identity targets, every free position is predicted,
-    whether or not it is selected.
+    row that is uniform on (0, 1]. With identity targets, every free position is predicted, whether
+    or not it is selected.
     """
     is_free_BL = batch.is_free_BL()
     num_rows = is_free_BL.shape[0]
     choice_key, ratio_key, show_key, *keys = jax.random.split(key, 3 + len(settings.patterns))
-    ratio_B = settings.max_ratio * (1.0 - jax.random.uniform(ratio_key, (num_rows,)))
+    ratio_B = 1.0 - jax.random.uniform(ratio_key, (num_rows,))
     select = {
         "random": lambda key: mask_independently(key, ratio_B, is_free_BL),
         "sticky": lambda key: corruption.select_sticky(
-            key,
-            ratio_B,
-            is_free_BL,
-            alone=settings.sticky_alone,
-            beside=settings.sticky_beside,
+            key, ratio_B, is_free_BL, alone=0.03, beside=0.3
         ),
         "span": lambda key: corruption.select_spans(key, is_free_BL, count=settings.span_count),
     }

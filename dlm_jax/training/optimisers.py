@@ -118,13 +118,13 @@ def make_optimizer(
             for name in params
         }
 
-    beta = {"b1": config.b1, "b2": config.b2}
+    beta = {"b1": 0.9, "b2": 0.95}
     if config.name == "adamw":
         decay = {"weight_decay": config.weight_decay, "mask": where(True, False)}
         update = optax.adamw(rates["learning_rate"], **beta, **decay)
     else:
         matrices = optax.chain(
-            orthogonalized_momentum(axes, beta=config.muon_momentum),
+            orthogonalized_momentum(axes, beta=0.95),
             # The identity replaces optax's shape-dependent scale: the state is that of optax.
             optax.identity(),
             optax.add_decayed_weights(config.weight_decay),

@@ -50,7 +50,7 @@ def test_a_dry_run_without_the_options_of_the_compiler_says_so(tmp_path, capsys)
         (["--dry-run"], {"train__batch_size": 6}, "train.batch_size=6"),
         (["--dry-run"], {"mesh__compiler_options": "xla_a=1"}, "No such compile option: 'xla_a'"),
         ([], {"mesh__compiler_options": "xla_a=1"}, "mesh.compiler_options='xla_a=1' is rejected"),
-        ([], {"mesh__compiler_options": "xla_a"}, "'xla_a' is not name=value; write"),
+        ([], {"mesh__compiler_options": "xla_a"}, "'xla_a', which is not name=value; write"),
     ],
 )
 def test_bad_plans_are_refused_in_one_line(tmp_path, capsys, more, changes, message):

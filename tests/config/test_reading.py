@@ -6,7 +6,6 @@ import pytest
 import dlm_jax.config as configs
 from dlm_jax.config import Config
 from dlm_jax.hf import UNPUBLISHED
-from dlm_jax.inference.model import load
 from dlm_jax.training.resume import LOCAL
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +30,10 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
     assert config.train.batch_size == Config().train.batch_size
 
 
+CAUSAL = {"model.attention_type": "causal", "sample.order": "left_to_right"}
+SAMPLER, CRITIC = {"model.add_sampler_head": "true"}, {"model.add_critic_head": "true"}
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "message"),
     [
@@ -48,59 +51,35 @@ def test_flags_override_the_file_which_overrides_the_defaults(tmp_path):
         ("", {"train.stepz": "3"}, "unknown flag 'train.stepz'; did you mean 'train.steps'?"),
         ("", {"train.steps": "many"}, "command line: --train.steps='many' is not an integer"),
         ("", {"model.qkv_bias": "perhaps"}, "model.qkv_bias='perhaps' is not true or false"),
-        (
-            "",
-            {"sample.temperature": "-1"},
-            "temperature=-1.0 is outside [0, 1000000]; use 0.0 for greedy",
-        ),
+        ("", {"sample.temperature": "-1"},
+         "temperature=-1.0 is outside [0, 1000000]; use 0.0 for greedy"),
         ("", {"optim.warmup_steps": "5000"}, "is not less than train.steps"),
+        ("", {"model.compute_dtype": "float16"},
+         "use 'bfloat16'; the range of float16 is too small"),
+        ("", {"train.trackers": "wandb,wandb"}, "has duplicates; name each once"),
+        ("", SAMPLER | CAUSAL,
+         "model.add_sampler_head=True requires model.attention_type='bidirectional' or "
+         "'block_causal', not 'causal'; change one of them"),
+        ("", CRITIC | CAUSAL,
+         "model.add_critic_head=True requires model.attention_type='bidirectional'"),
+        ("", {"model.sampler_context": "0"}, "model.sampler_context=0 is outside [1, 64]"),
+        ("", {"heads.sampler_reveal": "1.01"},
+         "heads.sampler_reveal=1.01 is outside [0, 1]; use 0.7"),
+        ("", {"heads.end_critic_iteration": "-1"}, "heads.end_critic_iteration=-1 is outside [0, "),
+        ("", {"heads.clip": "0"}, "heads.clip=0.0 is outside (0, 3e+38]; use 1.0, say"),
+        ("", {"heads.learning_rate": "nan"}, "heads.learning_rate=nan"),
+        ("", SAMPLER | {"heads.train_main": "false"},
+         "heads.train_main=False freezes an untrained model; name a trained model in "
+         "train.init_from"),
+        ("", {"model.attention_type": "canvas", "model.block_length": "8"},
+         "model.attention_window=0 must be at least 1"),
     ],
-)
+)  # fmt: skip
 def test_bad_keys_and_values_are_refused_in_one_line(tmp_path, text, overrides, message):
     with pytest.raises(ValueError, match=r".") as error:
         configs.load(_write(tmp_path, text), overrides)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-SAMPLER, CRITIC = {"model.add_sampler_head": "true"}, {"model.add_critic_head": "true"}
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (SAMPLER | {"model.attention_type": "causal", "sample.order": "left_to_right"},
-         "model.add_sampler_head=True requires model.attention_type='bidirectional' or "
-         "'block_causal', not 'causal'; change one of them"),
-        (CRITIC | {"model.attention_type": "causal", "sample.order": "left_to_right"},
-         "model.add_critic_head=True requires model.attention_type='bidirectional'"),
-        (SAMPLER | {"model.sampler_context": "0"}, "model.sampler_context=0 is outside [1, 64]"),
-        (SAMPLER | {"model.sampler_width": "-1"}, "model.sampler_width=-1 is outside [0, 1048576]"),
-        ({"heads.sampler_reveal": "-0.1"}, "heads.sampler_reveal=-0.1 is outside [0, 1]; use 0.7"),
-        ({"heads.sampler_reveal": "1.01"}, "heads.sampler_reveal=1.01 is outside [0, 1]; use 0.7"),
-        ({"heads.critic_alpha": "-1"}, "heads.critic_alpha=-1.0 is outside [0, 3e+38]"),
-        ({"heads.start_sampler_iteration": "-1"}, "heads.start_sampler_iteration=-1 is outside"),
-        ({"heads.end_critic_iteration": "-1"}, "heads.end_critic_iteration=-1 is outside [0, "),
-        ({"heads.clip": "0"}, "heads.clip=0.0 is outside (0, 3e+38]; use 1.0, say"),
-        ({"heads.learning_rate": "nan"}, "heads.learning_rate=nan"),
-        (SAMPLER | {"heads.train_main": "false"},
-         "heads.train_main=False freezes an untrained model; name a trained model in "
-         "train.init_from"),
-    ],
-)  # fmt: skip
-def test_heads_that_cannot_be_or_cannot_train_are_refused_in_one_line(flags, message):
-    with pytest.raises(ValueError, match=r".") as error:
-        configs.load(None, flags)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_float16_is_refused_with_the_reason():
-    told = "model.compute_dtype='float16' is not one of .*; use 'bfloat16'; the range of float16 is"
-    with pytest.raises(ValueError, match=told):
-        configs.load(None, {"model.compute_dtype": "float16"})
-    with pytest.raises(ValueError, match="dtype='float16' is not one of .*"):
-        load(dtype="float16")
 
 
 def test_a_missing_file_is_named():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass
 
 import jax
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from dlm_jax.config import MeshConfig
-from dlm_jax.distributed.mesh import arranged, fsdp_for, shape_of
+from dlm_jax.distributed import mesh as meshes
+from dlm_jax.distributed.mesh import arranged, fsdp_for, require_room, shape_of
 from dlm_jax.distributed.partitions import make_mesh, partition
 from dlm_jax.types import Axes
 
@@ -49,3 +51,19 @@ def test_parameters_are_split_over_as_few_devices_as_leave_room(state, memory, e
 def test_nothing_said_means_data_parallel_on_cpus():
     assert make_mesh(MeshConfig()).shape["data"] == len(jax.devices())
     assert np.array(arranged(jax.devices(), {"data": 8, "fsdp": 1, "tensor": 1})).shape == (8, 1, 1)
+
+
+def _devices(*platforms, process_index=0):
+    return [types.SimpleNamespace(platform=p, process_index=process_index) for p in platforms]
+
+
+def test_devices_that_are_parts_of_one_host_share_its_memory(tmp_path, monkeypatch):
+    info = tmp_path / "meminfo"
+    info.write_text("MemTotal:       100 kB\nMemFree:          3 kB\nMemAvailable:     7 kB\n")
+    monkeypatch.setattr(meshes, "_INFO", info)
+    elsewhere = _devices("cpu", process_index=jax.process_index() + 1)
+    require_room(3584, [*_devices("cpu", "cpu", "gpu"), *elsewhere], "the state", "make it smaller")
+    with pytest.raises(MemoryError, match="the state needs 0.0 GiB, and .* free; make it smaller"):
+        require_room(3585, _devices("cpu", "cpu"), "the state", "make it smaller")
+    info.unlink()
+    require_room(1 << 60, _devices("cpu"), "the state", "make it smaller")

@@ -85,10 +85,10 @@ def test_a_process_with_rows_that_are_no_equal_share_is_refused(spans):
 SHAPES = {
     "small": {},
     "large": {"activation": "swiglu", "kv_heads": 1, "tied_head": False},
-    "older": {"activation": "gelu", "norm": "layer", "qkv_bias": True, "qk_norm": False},
+    "older": {"activation": "gelu", "qkv_bias": True, "qk_norm": False},
     "canvas": {
         "attention_type": "canvas", "block_length": 8, "attention_window": 16, "start_id": 0,
-        "depth": 4, "full_every": 2, "self_conditioning": True,
+        "depth": 4, "full_every": 2,
     },
     "experts": {
         "activation": "swiglu", "experts": 4, "experts_per_token": 2, "expert_width": 8,

@@ -170,7 +170,7 @@ def test_logits_are_those_of_the_directory_with_the_dequantised_tensors(name, qu
 
 def test_the_scaling_of_llama_3_is_found_from_its_divisors(tmp_path):
     from dlm_jax.config import RopeScaling
-    from dlm_jax.model.attention import rotary_multipliers
+    from dlm_jax.model.layers import rotary_multipliers
 
     size = WIDTH // HEADS
     scaling = RopeScaling("llama3", 8.0, 8192.0, 1.0, 4.0)

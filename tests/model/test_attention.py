@@ -16,7 +16,6 @@ from dlm_jax import devices
 from dlm_jax.config import MeshConfig
 from dlm_jax.distributed.partitions import make_mesh
 from dlm_jax.model import ops
-from dlm_jax.model.attention import BesideClean, InBlocks
 from dlm_jax.model.kernels import tpu
 from dlm_jax.model.kernels.tpu import mosaic_rotary, mosaic_window, splash_attention
 from dlm_jax.model.kernels.triton import (
@@ -26,6 +25,7 @@ from dlm_jax.model.kernels.triton import (
     visible_tiles,
 )
 from dlm_jax.model.ops import causal
+from dlm_jax.model.transformer import BesideClean, InBlocks
 from dlm_jax.types import live_positions, text_starts
 
 MASKS = {"bidirectional": None, "causal": causal, "blocks": InBlocks(40)}
@@ -98,7 +98,7 @@ def test_every_form_has_the_values_of_the_formula_and_the_same_gradients(
         pytest.skip("not supported")
     # Several tiles of the splash kernel, of twice as many keys as queries without a mask.
     monkeypatch.setattr(tpu, "_MAX_BLOCK", 128)
-    monkeypatch.setattr(devices, "num_cores", lambda: 2)
+    monkeypatch.setattr(tpu, "num_cores", lambda: 2)
     inputs, length_B, g = _inputs(num_groups)
     texts = (live_positions(jnp.maximum(length_B, 1), POSITIONS),)
     if is_packed:

@@ -16,13 +16,7 @@ from dlm_jax.model.transformer import build
 ROWS, WIDTH = 5, 16
 VARIANTS = {
     "document": {},
-    "wide": {
-        "sampler_context": 2,
-        "sampler_width": 24,
-        "sampler_residual": True,
-        "norm": "layer",
-        "tied_head": False,
-    },
+    "wide": {"sampler_context": 2, "sampler_residual": True, "tied_head": False},
 }
 
 
@@ -51,10 +45,7 @@ def _numpy_sampler_logits(config, params, left_CD, hidden_D, right_CD):
     head = p["sampler_head"]
 
     def norm(x, weights):
-        if config.norm == "layer":
-            x = x - x.mean()
-        y = x / np.sqrt((x**2).mean() + config.norm_epsilon) * weights["scale"]
-        return y + weights["bias"] if config.norm == "layer" else y
+        return x / np.sqrt((x**2).mean() + config.norm_epsilon) * weights["scale"]
 
     def silu(x):
         return x / (1 + np.exp(-x))

@@ -16,7 +16,7 @@ VARIANTS = {
         "qk_norm": False,
         "qkv_bias": True,
     },
-    "gpt": {"activation": "gelu", "norm": "layer", "attention_type": "causal", "start_id": 8},
+    "gpt": {"activation": "gelu", "attention_type": "causal", "start_id": 8},
 }
 TOKENS = np.array([[0, 3, 8, 7, 1, 2, 8, 5], [4, 8, 8, 6, 9, 9, 9, 9]])
 LENGTH = np.array([8, 4])
@@ -29,12 +29,6 @@ def _numpy_forward(config, params, tokens, length):
     num_positions = len(tokens)
 
     def norm(x, weights):
-        if config.norm == "layer":
-            x = x - x.mean(-1, keepdims=True)
-        y = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_epsilon) * weights["scale"]
-        return y + weights["bias"] if "bias" in weights else y
-
-    def head_norm(x, weights):
         mean_square = (x**2).mean(-1, keepdims=True)
         return x / np.sqrt(mean_square + config.norm_epsilon) * weights["scale"]
 
@@ -60,7 +54,7 @@ def _numpy_forward(config, params, tokens, length):
             shared = slice(head // group * size, (head // group + 1) * size)
             qh, kh, vh = q[:, mine], k[:, shared], v[:, shared]
             if config.qk_norm:
-                qh, kh = head_norm(qh, weights["query_norm"]), head_norm(kh, weights["key_norm"])
+                qh, kh = norm(qh, weights["query_norm"]), norm(kh, weights["key_norm"])
             scores = rope(qh) @ rope(kh).T / np.sqrt(size)
             scores[:, length:] = -np.inf
             if config.attention_type == "causal":

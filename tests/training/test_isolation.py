@@ -70,7 +70,7 @@ def _trained(state: TrainState, step: Any, num_steps: int) -> tuple[TrainState, 
         pytest.param(
             "muon",
             {
-                "width": 64, "depth": 3, "activation": "swiglu", "norm": "layer",
+                "width": 64, "depth": 3, "activation": "swiglu",
                 "qkv_bias": True, "sampler_context": 2, "sampler_residual": True,
             },
             (0, MIDWAY),

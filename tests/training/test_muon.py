@@ -58,8 +58,8 @@ def _optax() -> optax.GradientTransformation:
     rate = functools.partial(learning_rate, config=CONFIG, num_steps=STEPS)
     stacked = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
     muon = contrib.muon(
-        rate(CONFIG.learning_rate), beta=CONFIG.muon_momentum, weight_decay=CONFIG.weight_decay,
-        adam_b1=CONFIG.b1, adam_b2=CONFIG.b2, adam_learning_rate=rate(CONFIG.adam_learning_rate),
+        rate(CONFIG.learning_rate), beta=0.95, weight_decay=CONFIG.weight_decay,
+        adam_b1=0.9, adam_b2=0.95, adam_learning_rate=rate(CONFIG.adam_learning_rate),
         muon_weight_dimension_numbers=jax.tree.map(
             lambda axes: stacked if axes.is_matrix else None, AXES
         ),

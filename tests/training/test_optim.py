@@ -57,18 +57,15 @@ MIXTURE = toy.config(
 
 CANVASES = toy.config(
     attention_type="canvas", block_length=8, attention_window=16, start_id=0, depth=4, full_every=2,
-    activation="geglu", layer_scales=True, self_conditioning=True,
+    activation="geglu",
 )  # fmt: skip
 
 ARCHITECTURES = {
     "toy": toy.config(),
-    "older": toy.config(activation="gelu", norm="layer", qkv_bias=True, tied_head=False),
+    "older": toy.config(activation="gelu", qkv_bias=True, tied_head=False),
     "mixture": MIXTURE,
     "full": CANVASES,
-    "gemma": dataclasses.replace(
-        CANVASES, experts=4, experts_per_token=2, expert_width=6, experts_beside=True,
-        post_norms=True, router_scales=True,
-    ),
+    "gemma": dataclasses.replace(CANVASES, experts=4, experts_per_token=2, expert_width=6),
     "heads": toy.config(add_sampler_head=True, add_critic_head=True),
     "adapters": toy.config(lora_rank=2, lora_targets=("query", "down", "mask")),
 }  # fmt: skip
@@ -91,7 +88,7 @@ def test_each_matrix_decays_and_is_muons_and_each_scale_and_bias_is_not(name):
     }
     assert toy.matrices(network) == expected
     if config.full_every and not config.experts:
-        assert sum(path.startswith("full_blocks/") for path in expected) == 7
+        assert sum(path.startswith("full_blocks/") for path in expected) == 6
     muon = toy.optimizer(OptimConfig(name="muon"), num_steps=STEPS, network=network)
     state = jax.eval_shape(muon.init, shapes)[1].inner_states
     for group, paths in (("muon", expected), ("adam", leaves.keys() - expected)):
@@ -164,7 +161,7 @@ def test_adamw_is_optax_adamw_on_the_clipped_gradients():
     params, grads = toy.params(), _random(toy.params(), 1)
     config = OptimConfig(name="adamw", learning_rate=0.01, warmup_steps=0, weight_decay=0.0)
     norm = optax.tree.norm(grads)
-    reference = optax.adamw(0.01, b1=config.b1, b2=config.b2, weight_decay=0.0)
+    reference = optax.adamw(0.01, b1=0.9, b2=0.95, weight_decay=0.0)
     expected, _ = jax.jit(reference.update)(
         jax.tree.map(lambda g: g / norm, grads), jax.jit(reference.init)(params), params
     )
@@ -286,7 +283,7 @@ def test_the_gradient_of_a_group_is_clipped_by_its_own_norm_and_moves_no_other()
             for path, x in jax.tree_util.tree_flatten_with_path(state.inner_states[group])[0]
             if "/mu/" in path_name(path)
         ]
-        np.testing.assert_allclose(np.linalg.norm(mean), (1 - OPTIM.b1) * clip, rtol=1e-4)
+        np.testing.assert_allclose(np.linalg.norm(mean), (1 - 0.9) * clip, rtol=1e-4)
 
 
 def test_the_weight_decay_of_heads_is_theirs_alone():

@@ -156,9 +156,8 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused(tmp_path, capsys,
         assert not (tmp_path / "run").exists()
         return capsys.readouterr().err
 
-    assert (
-        "train.trackers has 'tensorbord', which is not one of tensorboard, wandb; did you"
-        in refused("tensorbord")
+    assert "has 'tensorbord', which is not one of tensorboard, wandb; did you" in refused(
+        "tensorbord"
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert (

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dlm_jax.model.kernels.split import grouped, shared_bias, ungrouped
+from dlm_jax.model.kernels import grouped, shared_bias, ungrouped
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 1024, 8192
 # Smaller tables fit into the cache, and more rows amortise the copy of the whole table.

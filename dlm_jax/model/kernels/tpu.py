@@ -20,9 +20,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     SegmentIds,
     make_splash_mha,
 )
+from jax.sharding import PartitionSpec as P
 
-from dlm_jax import devices
-from dlm_jax.model.kernels.split import HIDDEN, SAVED, by_device, heads_by_device, padded
+from dlm_jax.devices import mesh_in_use, num_cores
+from dlm_jax.distributed.partitions import PLACES, fitting
+from dlm_jax.model.kernels import HIDDEN, SAVED, by_device, padded
 
 _LANES = 128
 # Rows of a tile in half precision.
@@ -97,7 +99,7 @@ def splash_attention(
         # The cores of a chip split the rows, and in the backward pass nothing else. With an odd
         # number of rows on two cores, half the heads of a row make a row.
         num_rows, num_heads = q.shape[0], q.shape[2]
-        if devices.num_cores() == 1 or num_rows % 2 == 0 or num_heads % 2 or k.shape[2] % 2:
+        if num_cores() == 1 or num_rows % 2 == 0 or num_heads % 2 or k.shape[2] % 2:
             return compute(q, k, v, *texts)
 
         def halves(x: jax.Array) -> jax.Array:
@@ -325,8 +327,7 @@ def mosaic_rotary(
     multiple of 128, the angles have the shape ``[1 or B, L, K / 2]`` and no gradient, and an
     `epsilon` of None omits the norm.
     """
-    compute = functools.partial(_rotary, epsilon=epsilon)
-    return heads_by_device(compute, x_BLHK, scale_K, cos_BLK, sin_BLK)
+    return _rotary_by_device(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon=epsilon)
 
 
 def _rotary_forward(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon):
@@ -335,13 +336,26 @@ def _rotary_forward(x_BLHK, scale_K, cos_BLK, sin_BLK, epsilon):
 
 
 def _rotary_backward(epsilon, given, g_BLHK):
-    compute = functools.partial(_rotary, epsilon=epsilon)
-    g_x_BLD, terms_BTHK = heads_by_device(compute, *given, g_BLHK)
+    g_x_BLD, terms_BTHK = _rotary_by_device(*given, g_BLHK, epsilon=epsilon)
     g_scale_K = jnp.sum(terms_BTHK, axis=(0, 1, 2)).astype(given[1].dtype)
     return g_x_BLD.reshape(g_BLHK.shape), g_scale_K, *map(jnp.zeros_like, given[2:])
 
 
 mosaic_rotary.defvjp(_rotary_forward, _rotary_backward)
+
+
+def _rotary_by_device(x_BLHK, scale_K, cos_BLK, sin_BLK, *g_BLHK, epsilon):
+    # Without the barrier, the TPU compiler would split the heads in a projection, and copy them.
+    x_BLD = jax.lax.optimization_barrier(x_BLHK.reshape(*x_BLHK.shape[:2], -1))
+    compute, mesh = functools.partial(_rotary, epsilon=epsilon), mesh_in_use()
+    given = x_BLD, scale_K, cos_BLK, sin_BLK, *g_BLHK
+    if mesh is None:
+        return compute(*given)
+    rows, positions, heads, _ = fitting(PLACES["queries"], x_BLHK.shape, mesh)
+    of_heads = P(rows, positions, heads)
+    of_angles = P(rows if cos_BLK.shape[0] > 1 else None, positions)
+    specs = of_heads, P(), of_angles, of_angles, *[of_heads] * len(g_BLHK)
+    return jax.shard_map(compute, in_specs=specs, out_specs=of_heads, check_vma=False)(*given)
 
 
 def _rotary(

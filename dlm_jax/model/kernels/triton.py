@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from dlm_jax.model.kernels.split import HIDDEN, SAVED, by_device, grouped, padded, ungrouped
+from dlm_jax.model.kernels import HIDDEN, SAVED, by_device, grouped, padded, ungrouped
 
 TILE = 64
 """Number of queries and of keys in a tile."""
@@ -300,7 +300,7 @@ def triton_window(
       kept_RDGLK: cached keys and values of all layers.
       own_BGWK: new keys and values.
       seen: biases of the scores of cached and new keys: 0, or the large negative number that hides
-        a key (`dlm_jax.model.attention.seen_keys`).
+        a key (`dlm_jax.model.trunk.Trunk.attend_beside`).
       row_B: row of the cache.
       layer_B: layer of the cache, the same for all rows.
       group_B: first group of heads in the cache, the same for all rows.
