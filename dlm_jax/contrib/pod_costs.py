@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 import dlm_jax.config
 from dlm_jax.distributed.mesh import CHIPS, Chip
-from dlm_jax.training.plan import Plan, dry_run, lines
+from dlm_jax.training.plan import Plan, dry_run
 
 SIZES: dict[str, float] = {
     "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2,
@@ -794,7 +794,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join([*lines(plan), *estimates(plan)]))
+    print("\n".join([*plan.lines(), *estimates(plan)]))
     return 0
 
 

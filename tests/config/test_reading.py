@@ -7,7 +7,7 @@ import dlm_jax.config as configs
 from dlm_jax.config import Config
 from dlm_jax.hf import UNPUBLISHED
 from dlm_jax.inference.model import load
-from dlm_jax.training.resume import LOCAL
+from dlm_jax.training.init_from import LOCAL
 
 ROOT = Path(__file__).parents[2]
 
