@@ -48,7 +48,7 @@ from dlm_jax.hf import read_shape
 from dlm_jax.inference.scoring import score_rows
 from dlm_jax.model.transformer import build
 from dlm_jax.training.metrics import METRICS, peak_flops, read_records
-from dlm_jax.training.plan import lines, model_flops, plan
+from dlm_jax.training.plan import model_flops, plan
 
 FROZEN_OUT = ("adapters", "sampler_head")
 """Parameters that train, and that the results contain."""
@@ -308,7 +308,7 @@ def show_plan(args: argparse.Namespace) -> None:
     given["model"] = theirs["model"] | {k: v for k, v in given["model"].items() if k in own}
     config = configs.from_dict(given, where="the plan")
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-    for line in lines(plan(config, mesh, tokenizer)):
+    for line in plan(config, mesh, tokenizer).lines():
         if not line.startswith("place"):
             print(line)
 

@@ -68,6 +68,7 @@ _ADVICE = {
     "it was removed; use sampler_min_neighbors_ratio": "sampler_ratio_by_density",
     "it is named sample.sampler_min_neighbors_ratio here": "sampler_min_neighbors_ratio",
     "it was removed; use a loop of the shell": "sweep",
+    "it was removed; use train.trackers, or plot metrics.jsonl": "plot",
     "it was removed; python -m benchmarks generate measures steps": "time_steps",
     "the harness does not read it; pass a loaded model in Python": "ignore_config",
 }

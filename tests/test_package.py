@@ -114,11 +114,11 @@ def test_every_dependency_has_one_lower_bound_that_ci_installs():
         assert re.fullmatch(r"[\w.-]+(\[\w+\])?>=[\d.]+(,!=[\d.]+)*", line)
 
 
-def test_trackers_and_pictures_are_extras_of_their_names():
+def test_trackers_are_extras_of_their_names():
     extras = PROJECT["project"]["optional-dependencies"]
-    assert {"plots", *TRACKERS} <= extras.keys()
+    assert set(TRACKERS) <= extras.keys()
     required = " ".join(PROJECT["project"]["dependencies"])
-    assert "matplotlib" not in required and "tensorboard" not in required
+    assert "tensorboard" not in required
 
 
 @pytest.mark.parametrize(("program", "target"), PROJECT["project"]["scripts"].items())

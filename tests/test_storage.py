@@ -17,8 +17,8 @@ from dlm_jax.batch.json_lines import Results
 from dlm_jax.data.pipeline import write_tokens
 from dlm_jax.store import save_weights
 from dlm_jax.store.files import check_bucket, located, replacing
+from dlm_jax.training.init_from import write_config
 from dlm_jax.training.metrics import MetricsLog
-from dlm_jax.training.resume import write_config
 
 
 def _metrics(path: Path) -> None:

@@ -24,7 +24,7 @@ from dlm_jax.inference.request import (
 from dlm_jax.inference.results import Row
 from dlm_jax.sampling.rules import classes_of, with_rules
 from dlm_jax.store.files import own_source
-from dlm_jax.store.manifest import digest_of
+from dlm_jax.store.weights import digest_of
 from dlm_jax.types import Status
 
 READ_AHEAD = 1024

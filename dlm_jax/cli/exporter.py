@@ -18,20 +18,16 @@ from dlm_jax.hf import KEPT
 from dlm_jax.store import load_params, save_weights
 
 
-def make_parser() -> Parser:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m dlm_jax.export", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="directory of the run")
     add("--out", required=True, metavar="FILE", help="file to write, ending in .safetensors")
     add("--dtype", default="float32", metavar="TYPE", help="float32 or float16 (float32)")
-    return parser
-
-
-@program
-def main(argv: Sequence[str] | None = None) -> int:
     start_jax()
     with refusals():
-        args, _ = parse_flags(make_parser(), argv)
+        args, _ = parse_flags(parser, argv)
         params, meta = load_params(
             args.checkpoint, report=lambda line: print(line, file=sys.stderr)
         )

@@ -17,12 +17,6 @@ import sys
 from typing import Any
 
 
-def _say_unraisable(told: sys.UnraisableHookArgs) -> None:
-    # After a failed save, tensorstore may deliver results to a closed event loop.
-    if str(told.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(told)
-
-
 def needed(module: str, what: str, extra: str = "") -> Any:
     """A module that `what` needs and that an installation can lack: of an application, or of the
     packages of an `extra`.
@@ -40,7 +34,6 @@ def needed(module: str, what: str, extra: str = "") -> Any:
 
 
 def _run(name: str, extra: str = "") -> int:
-    sys.unraisablehook = _say_unraisable
     handler = signal.getsignal(signal.SIGINT)
     # In the first process of a container, unhandled signals have no effect.
     if os.getpid() != 1 and handler is signal.default_int_handler:

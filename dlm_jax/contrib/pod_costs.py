@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 import dlm_jax.config
 from dlm_jax.distributed.mesh import CHIPS, Chip
-from dlm_jax.training.plan import Plan, dry_run, lines
+from dlm_jax.training.plan import Plan, dry_run
 
 Mode = Literal["roof", "cycles"]
 """How the time of an operation without matrix products is estimated.
@@ -629,7 +629,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join([*lines(plan), *estimates(plan)]))
+    print("\n".join([*plan.lines(), *estimates(plan)]))
     return 0
 
 

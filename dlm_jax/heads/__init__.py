@@ -11,11 +11,11 @@ from types import ModuleType
 
 from dlm_jax.heads import critic, sampler
 from dlm_jax.heads.critic import CRITIC
-from dlm_jax.heads.head import MAIN, Head, metric_of, weight_at
 from dlm_jax.heads.sampler import SAMPLER
+from dlm_jax.objectives.objective import MAIN, Head
 
 HEADS: dict[str, ModuleType] = {"sampler": sampler, "critic": critic}
 """The files of the built-in heads, in the order in which they are initialised and their losses are
 summed."""
 
-__all__ = ["CRITIC", "HEADS", "MAIN", "SAMPLER", "Head", "metric_of", "weight_at"]
+__all__ = ["CRITIC", "HEADS", "MAIN", "SAMPLER", "Head"]

@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 from dlm_jax.config import Config, ModelConfig, SamplingParams
 from dlm_jax.devices import mesh_in_use
 from dlm_jax.distributed.partitions import ROWS
-from dlm_jax.heads.head import Head
 from dlm_jax.objectives.forward_process import noise_process
 from dlm_jax.objectives.losses import Loss
-from dlm_jax.objectives.objective import Drawn
+from dlm_jax.objectives.objective import Drawn, Head
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.propose import parallel_fill, wavefront_fill
@@ -43,7 +42,7 @@ def function(
 
 
 def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> Head:
-    """The training of the critic.
+    """The training of the critic, by the mean binary cross-entropy (nats) over judged positions.
 
     The critic reads the shown canvas after the model has filled the supervised holes (`fill_holes`)
     and the gradient flows into the trunk. With noise other than MASK, the loss includes the noised
@@ -84,9 +83,13 @@ def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> H
         filled_BL, is_wrong_BL = critic_targets(
             drawn, candidates_BL, is_hole_BL, shows_noise=shows_noise
         )
-        return critic_loss(
-            network, params, filled_BL, is_wrong_BL, is_judged_BL, length_B, num_judged
-        )
+        # Another forward pass of the trunk, into which the gradient flows.
+        filled_hidden_BLD, _ = network.trunk(params, filled_BL, length_B, None)
+        flat_PD = filled_hidden_BLD.reshape(-1, filled_hidden_BLD.shape[-1])
+        logit_BL = network.heads["critic"](params, flat_PD).reshape(filled_BL.shape)
+        # -log sigmoid(x) for wrong tokens, and -log sigmoid(-x) for correct ones.
+        loss_BL = jax.nn.softplus(jnp.where(is_wrong_BL, -logit_BL, logit_BL))
+        return Loss(jnp.sum(jnp.where(is_judged_BL, loss_BL, 0.0)), num_judged)
 
     def weight(step: jax.Array) -> jax.Array:
         """0 at the start, ``critic_alpha`` from the end on, and linear in between."""
@@ -125,28 +128,6 @@ def critic_targets(
     filled_BL = jnp.where(is_hole_BL, candidates_BL, drawn.shown_BL)
     may_be_wrong_BL = is_hole_BL | drawn.is_supervised_BL() if shows_noise else is_hole_BL
     return filled_BL, may_be_wrong_BL & (filled_BL != drawn.batch.tokens_BL)
-
-
-def critic_loss(
-    network: Network,
-    params: Params,
-    filled_BL: jax.Array,
-    is_wrong_BL: jax.Array,
-    is_judged_BL: jax.Array,
-    length_B: jax.Array,
-    total: jax.Array,
-) -> Loss:
-    """Binary cross-entropy (nats) over the judged positions of a filled canvas, after an additional
-    forward pass of the trunk, into which the gradient flows.
-
-    `total` is the number of judged positions in the whole batch.
-    """
-    hidden_BLD, _ = network.trunk(params, filled_BL, length_B, None)
-    logit_P = network.heads["critic"](params, hidden_BLD.reshape(-1, hidden_BLD.shape[-1]))
-    logit_BL = logit_P.reshape(filled_BL.shape)
-    # -log sigmoid(x) for wrong tokens, and -log sigmoid(-x) for correct ones.
-    loss_BL = jax.nn.softplus(jnp.where(is_wrong_BL, -logit_BL, logit_BL))
-    return Loss(jnp.sum(jnp.where(is_judged_BL, loss_BL, 0.0)), total)
 
 
 def fill_holes(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.config import Config, HeadsConfig, ModelConfig
-from dlm_jax.heads.head import Head
+from dlm_jax.config import Config, ModelConfig
 from dlm_jax.objectives.forward_process import noise_process
-from dlm_jax.objectives.losses import Loss, at_positions, nll, read_logits
-from dlm_jax.objectives.objective import Drawn
+from dlm_jax.objectives.losses import Loss, cross_entropy
+from dlm_jax.objectives.objective import Drawn, Head
 from dlm_jax.sampling.propose import SamplerReadout
 from dlm_jax.types import Network, Params, live_positions, text_starts
 
@@ -86,18 +83,13 @@ def function(
 
 
 def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> Head:
-    """The training of the sampler head, by the mean cross-entropy over supervised positions.
+    """The training of the sampler head, by the mean cross-entropy over supervised positions, in
+    nats and unweighted.
 
-    Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees
-    (benchmarks/results/sampler_head.md, "as described"), and making it warns.
+    Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees, and
+    fills no better than the LM head (benchmarks/results/sampler_head.md, "as described").
     """
     settings, process = config.heads, noise_process(config.objective)
-    if settings.sampler_reveal == 0:
-        warnings.warn(
-            "heads.sampler_reveal=0 trains a sampler head that fills no better than the LM "
-            f"head; use {HeadsConfig.sampler_reveal}",
-            stacklevel=3,
-        )
 
     def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The revealed positions, and the number of supervised positions."""
@@ -106,11 +98,25 @@ def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> H
 
     def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
         is_revealed_BL, num_supervised = drawn.noise
-        is_noised_BL = None if process.is_masked else drawn.is_supervised_BL()
+        is_supervised_BL = drawn.is_supervised_BL()
         inputs = prepare_sampler_inputs(
-            network, params, drawn, is_revealed_BL, mask_id=mask_id, is_noised_BL=is_noised_BL
+            network,
+            params,
+            drawn,
+            is_revealed_BL,
+            mask_id=mask_id,
+            is_noised_BL=None if process.is_masked else is_supervised_BL,
         )
-        return sampler_loss(network, params, inputs, drawn, num_supervised, mask_id=mask_id)
+        nll_BL = cross_entropy(
+            network,
+            params,
+            inputs,
+            drawn.batch.tokens_BL,
+            mask_id=mask_id,
+            is_read_BL=is_supervised_BL,
+            readout=network.heads["sampler"].readout,
+        )
+        return Loss(jnp.sum(jnp.where(is_supervised_BL, nll_BL, 0.0)), num_supervised)
 
     return Head(draw=draw, loss=loss, start=settings.start_sampler_iteration)
 
@@ -124,7 +130,7 @@ def prepare_sampler_inputs(
     mask_id: int,
     is_noised_BL: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The inputs of the sampler head at every position of a batch, through which no gradient flows.
+    """The inputs of the sampler head at every position of a batch.
 
     They are the embeddings of the ``C`` positions to the left, nearest first, ``[B, L, C, D]``, the
     trunk's hidden vectors, and the embeddings to the right. Missing neighbours are zero vectors.
@@ -144,11 +150,10 @@ def prepare_sampler_inputs(
         is_hole_BL |= is_noised_BL
     is_seen_BL = (~is_hole_BL | is_revealed_BL) & is_live_BL
     ids_BL = jnp.where(is_hole_BL, tokens_BL, shown_BL)
-    fixed = jax.lax.stop_gradient(params)
-    vector_BLD = network.embed(fixed, ids_BL)
+    vector_BLD = network.embed(params, ids_BL)
     vector_BLD = jnp.where(is_seen_BL[:, :, None], vector_BLD, 0.0)
     if size:
-        clean_BLD = jnp.where(is_live_BL[:, :, None], network.embed(fixed, tokens_BL), 0.0)
+        clean_BLD = jnp.where(is_live_BL[:, :, None], network.embed(params, tokens_BL), 0.0)
 
     def beside(offset: int) -> jax.Array:
         index_1L = place_1L + offset
@@ -166,31 +171,4 @@ def prepare_sampler_inputs(
     reach = range(1, network.heads["sampler"].context + 1)
     left_BLCD = jnp.stack([beside(-offset) for offset in reach], axis=2)
     right_BLCD = jnp.stack([beside(offset) for offset in reach], axis=2)
-    return jax.lax.stop_gradient((left_BLCD, drawn.hidden_BLD, right_BLCD))
-
-
-def sampler_loss(
-    network: Network,
-    params: Params,
-    inputs: tuple[jax.Array, jax.Array, jax.Array],
-    drawn: Drawn,
-    total: jax.Array,
-    *,
-    mask_id: int,
-) -> Loss:
-    """Mean cross-entropy (nats) of the sampler head over the supervised positions, unweighted.
-
-    Only the parameters of this head get a gradient. The LM head reads the features of this head but
-    gets no gradient. `total` is the number of supervised positions in the whole batch.
-    """
-    params = jax.lax.stop_gradient(params) | {SAMPLER: params[SAMPLER]}
-    is_supervised_BL = drawn.is_supervised_BL()
-    readout = network.heads["sampler"].readout
-    nll_BL = at_positions(
-        functools.partial(nll, functools.partial(read_logits, network, readout, mask_id)),
-        params,
-        (*inputs, drawn.batch.tokens_BL),
-        vocab_size=network.vocab_size,
-        is_read_BL=is_supervised_BL,
-    )
-    return Loss(jnp.sum(jnp.where(is_supervised_BL, nll_BL, 0.0)), total)
+    return left_BLCD, drawn.hidden_BLD, right_BLCD

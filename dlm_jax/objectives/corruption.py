@@ -144,8 +144,8 @@ def show(
     tokens_BL: jax.Array,
     is_selected_BL: jax.Array,
     *,
-    mask_share: float,
-    random_share: float,
+    mask_share: float | jax.Array,
+    random_share: float | jax.Array,
     mask_id: int,
     random_ids: tuple[int, ...],
 ) -> jax.Array:

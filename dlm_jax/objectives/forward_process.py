@@ -8,6 +8,9 @@ as in the interpolating process of GIDD (von Rutte et al. 2025, equation 3). Mas
 case ``c = mask``, and uniform diffusion is the case ``c = text``.
 
 For every process, the level at a time is the ``masked_ratio`` of the noise schedule.
+
+`process_elbo` is the objective of networks that read a whole row, and `canvas_denoising` that of
+networks with canvases.
 """
 
 from __future__ import annotations
@@ -22,13 +25,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax.config import ObjectiveConfig
-from dlm_jax.objectives.corruption import Schedule
-from dlm_jax.objectives.losses import Loss, at_positions, hidden_of, read_logits
+from dlm_jax.objectives.corruption import Schedule, show, stratified_times
+from dlm_jax.objectives.losses import (
+    Loss,
+    at_positions,
+    cross_entropy,
+    hidden_of,
+    read_logits,
+)
 from dlm_jax.objectives.objective import SMALLEST_TIME, Batch, Drawn, Objective, times_of
 from dlm_jax.types import Network, Params
 
 HIGHEST_LEVEL = 1.0 - 1e-4
 """Levels in a bound are clipped to this value, because the terms of the bound are 0 / 0 at 1."""
+
+
+_MAX_LOGITS = 2**24
+"""Logits that are computed at once for the self-conditioning signal."""
 
 
 class Shares(NamedTuple):
@@ -108,14 +121,16 @@ class Process:
 
         The level is ``[B]`` or ``[B, L]``.
         """
-        kind_key, id_key = jax.random.split(key)
         shares = self.shares(level if level.ndim == 2 else level[:, None])
-        kind_BL = jax.random.uniform(kind_key, tokens_BL.shape)
-        choice_BL = jax.random.randint(id_key, tokens_BL.shape, 0, len(self.noise_ids))
-        noise_BL = jnp.asarray(self.noise_ids, tokens_BL.dtype)[choice_BL]
-        shown_BL = jnp.where(kind_BL < shares.mask + shares.text, noise_BL, tokens_BL)
-        shown_BL = jnp.where(kind_BL < shares.mask, self.mask_id, shown_BL)
-        return jnp.where(is_free_BL, shown_BL, tokens_BL)
+        return show(
+            key,
+            tokens_BL,
+            is_free_BL,
+            mask_share=shares.mask,
+            random_share=shares.text,
+            mask_id=self.mask_id,
+            random_ids=self.noise_ids,
+        )
 
     def noise(
         self,
@@ -340,5 +355,86 @@ def process_elbo(process: Process, *, schedule: Schedule, block_length: int = 0)
 
     def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
         return Loss(jnp.sum(process_costs(process, network, params, drawn)), drawn.total)
+
+    return Objective(draw, loss)
+
+
+def canvas_denoising(
+    process: Process,
+    *,
+    schedule: Schedule,
+    canvas_length: int,
+    text_weight: float,
+    conditioned_share: float,
+) -> Objective:
+    """Cross-entropy of the true tokens of a canvas, plus that of the next token of the text.
+
+    The free tokens of a row are divided into canvases from the first one on. One of them, drawn
+    uniformly, is noised at a low-discrepancy time, and the tokens after it are dropped. Both parts
+    of the loss are means over their tokens, and the second has the weight `text_weight`. The recipe
+    is that of DiffusionGemma's fine-tuning.
+
+    In a fraction `conditioned_share` of the rows, the network also reads its own prediction for the
+    same canvas, through which no gradient flows. A network without `Network.signal` ignores it.
+    """
+
+    def draw(batch: Batch, key: jax.Array) -> Drawn:
+        """Rows that end with their canvas, of which all tokens before it are given.
+
+        ``noise`` has the text positions whose next token is predicted, their number in the whole
+        batch, and the rows that are self-conditioned.
+        """
+        time_key, place_key, noise_key, row_key = jax.random.split(key, 4)
+        num_rows, num_positions = batch.tokens_BL.shape
+        free_B = jnp.maximum(batch.length_B - batch.given_B, 0)
+        count_B = -(-free_B // canvas_length)
+        number_B = jnp.floor(jax.random.uniform(place_key, (num_rows,)) * count_B)
+        start_B = batch.given_B + canvas_length * number_B.astype(jnp.int32)
+        end_B = jnp.minimum(batch.length_B, start_B + canvas_length)
+        is_before_BL = jnp.arange(num_positions)[None] + 1 < start_B[:, None]
+        is_text_BL = is_before_BL & jnp.roll(batch.is_free_BL(), -1, axis=1)
+        rows = Batch(batch.tokens_BL, end_B, start_B)
+        is_canvas_BL = rows.is_free_BL()
+        level_B = schedule.masked_ratio(stratified_times(time_key, num_rows))
+        shown_BL = process.sample(noise_key, batch.tokens_BL, level_B, is_canvas_BL)
+        is_conditioned_B = jax.random.bernoulli(row_key, conditioned_share, (num_rows,))
+        weight_BL = is_canvas_BL.astype(jnp.float32)
+        num_text = jnp.sum(is_text_BL).astype(jnp.float32)
+        noise = is_text_BL, num_text, is_conditioned_B
+        return Drawn(rows, shown_BL, weight_BL, jnp.sum(weight_BL), noise)
+
+    def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
+        assert network.behind is not None, "the network has canvases"
+        tokens_BL, length_B, start_B = drawn.batch
+        is_text_BL, num_text, is_conditioned_B = drawn.noise
+        is_canvas_BL, rows = drawn.is_supervised_BL(), (drawn.shown_BL, length_B, start_B)
+        signal_BLD, signal = None, network.signal
+        if conditioned_share > 0 and signal is not None:
+            held = jax.lax.stop_gradient(params)
+            first_BLD = network.behind(held, *rows)
+
+            def signal_of(hidden_BD: jax.Array) -> jax.Array:
+                logits_BV = network.readout(held, hidden_BD)
+                return signal(held, logits_BV.at[:, process.mask_id].set(-jnp.inf))
+
+            size = max(1, _MAX_LOGITS // (network.vocab_size * first_BLD.shape[0]))
+            signal_LBD = jax.lax.map(signal_of, jnp.moveaxis(first_BLD, 1, 0), batch_size=size)
+            signal_BLD = jnp.moveaxis(signal_LBD, 0, 1)
+            signal_BLD = jnp.where(is_conditioned_B[:, None, None], signal_BLD, 0)
+        nats_BL = cross_entropy(
+            network,
+            params,
+            network.behind(params, *rows, signal_BLD),
+            jnp.where(is_text_BL, jnp.roll(tokens_BL, -1, axis=1), tokens_BL),
+            mask_id=process.mask_id,
+            is_read_BL=is_canvas_BL | is_text_BL,
+        )
+        of_canvas, of_text = (
+            jnp.sum(jnp.where(is_in_BL, nats_BL, 0.0)) for is_in_BL in (is_canvas_BL, is_text_BL)
+        )
+        # The second sum is rescaled to the weight of the first, so that both are means.
+        scale = text_weight * drawn.total / jnp.maximum(num_text, 1.0)
+        figures = {"canvas": (of_canvas, drawn.total), "next_token": (of_text, num_text)}
+        return Loss(of_canvas + scale * of_text, drawn.total, figures)
 
     return Objective(draw, loss)

@@ -21,7 +21,6 @@ from dlm_jax.objectives.losses import (
     at_positions,
     cross_entropy,
     hidden_of,
-    nll,
     read_logits,
     unpredicted,
 )
@@ -182,16 +181,16 @@ def causal_costs(
     """The cost of each free token in nats under a causal model, and whether the token is the most
     likely one, each ``[B, L]``; 0 and True elsewhere. In a tie, the lowest id is the most likely.
     """
-    read = functools.partial(read_logits, network, network.readout, unpredicted(network, mask_id))
+    masked_id = unpredicted(network, mask_id)
 
     def signed(params: Params, hidden_BLD: jax.Array, targets_BL: jax.Array) -> jax.Array:
         # Negative where another token is more likely, where the cost is never 0.
-        logits_NV = read(params, [hidden_BLD], targets_BL.ndim)
-        is_top_BL = (jnp.argmax(logits_NV, axis=1) == targets_BL.reshape(-1)).reshape(
-            targets_BL.shape
-        )
-        nll_BL = nll(lambda *_: logits_NV, params, hidden_BLD, targets_BL)
-        return jnp.where(is_top_BL, nll_BL, -nll_BL)
+        target_N, ndim = targets_BL.reshape(-1), targets_BL.ndim
+        logits_NV = read_logits(network, network.readout, masked_id, params, [hidden_BLD], ndim)
+        chosen_N = jnp.take_along_axis(logits_NV, target_N[:, None], axis=1)[:, 0]
+        nll_N = jax.nn.logsumexp(logits_NV, axis=1) - chosen_N
+        is_top_N = jnp.argmax(logits_NV, axis=1) == target_N
+        return jnp.where(is_top_N, nll_N, -nll_N).reshape(targets_BL.shape)
 
     batch = batch if network.predicts_first else batch.with_first_given()
     hidden_BLD, _ = network.trunk(params, batch.tokens_BL, batch.length_B, None)

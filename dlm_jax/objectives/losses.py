@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -56,36 +55,31 @@ def unpredicted(network: Network, mask_id: int) -> int:
 def cross_entropy(
     network: Network,
     params: Params,
-    hidden_BLD: jax.Array,
+    inputs: jax.Array | tuple[jax.Array, ...],
     targets_BL: jax.Array,
     *,
     mask_id: int,
     is_read_BL: jax.Array | None = None,
+    readout: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """Negative log-probability of each target in nats under the LM head, float32 ``[B, L]``.
+    """Negative log-probability of each target in nats under a head, float32 ``[B, L]``.
 
-    MASK is never predicted, because its logit is set to -inf, except by a network without a
+    By default, it is the LM head, whose `inputs` are hidden vectors ``[B, L, D]``. MASK is never
+    predicted, because its logit is set to -inf, except by the LM head of a network without a
     prediction of the first token, which reads no MASK and was trained without one. Positions are
     processed as in `at_positions`.
     """
-    read = functools.partial(read_logits, network, network.readout, unpredicted(network, mask_id))
-    return at_positions(
-        functools.partial(nll, read),
-        params,
-        (hidden_BLD, targets_BL),
-        vocab_size=network.vocab_size,
-        is_read_BL=is_read_BL,
-    )
+    read = network.readout if readout is None else readout
+    masked_id = unpredicted(network, mask_id) if readout is None else mask_id
 
+    def nll(params: Params, *arrays: jax.Array) -> jax.Array:
+        *inputs, targets = arrays
+        logits_NV = read_logits(network, read, masked_id, params, inputs, targets.ndim)
+        chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
+        return (jax.nn.logsumexp(logits_NV, axis=1) - chosen_N).reshape(targets.shape)
 
-def nll(read: Callable[..., jax.Array], params: Params, *arrays: jax.Array) -> jax.Array:
-    """Negative log-probabilities of the targets, the last of the arrays, which the logits of
-    ``read(params, inputs, ndim)`` give to them (`read_logits`). Used in `at_positions`.
-    """
-    *inputs, targets = arrays
-    logits_NV = read(params, inputs, targets.ndim)
-    chosen_N = jnp.take_along_axis(logits_NV, targets.reshape(-1, 1), axis=1)[:, 0]
-    return (jax.nn.logsumexp(logits_NV, axis=1) - chosen_N).reshape(targets.shape)
+    arrays = (*inputs, targets_BL) if isinstance(inputs, tuple) else (inputs, targets_BL)
+    return at_positions(nll, params, arrays, vocab_size=network.vocab_size, is_read_BL=is_read_BL)
 
 
 def read_logits(

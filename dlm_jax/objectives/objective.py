@@ -136,6 +136,44 @@ class Objective:
     share: float = 1.0
 
 
+MAIN = "main"
+"""The name of the group of all parameters that do not belong to a head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A head on the trunk: an objective of its own parameters, which reads what the objectives of
+    the model drew. Heads are passed by name, which is that of their parameters and ends in
+    ``_head``. Optimiser groups, stages, metrics (without ``_head``) and checkpoints use this name.
+
+    Attributes:
+      loss: ``(network, params, drawn) -> (sum, weight)`` or a `Loss`. `drawn` is the `Drawn` of the
+        batch, with what `draw` returned as ``noise`` and the trunk's output as ``hidden_BLD``. Only
+        the head's own parameters have a gradient, unless it `trains_trunk`. ``network.heads`` lacks
+        the heads that do not train yet.
+      draw: ``(drawn, key) -> noise``, a pytree of random values and totals, drawn for the whole
+        batch before it is split into microbatches. Each leaf is ``[B, ...]`` or a scalar.
+      init: ``(key) -> params``; None if `Network.init` creates the parameters.
+      trains_trunk: whether the gradient flows into other parameters. If False, the other parameters
+        are bitwise equal to those of a run without the head.
+      start: first step at which the head can train, and that of its learning rate.
+      weight: factor of the loss, or a function of the step, whose values are metrics with
+        ``_alpha``. The head trains from the first step on, not before `start`, at which it is not
+        0: even with the weight 0, a loss changes the rounding of the others.
+    """
+
+    loss: Callable[[Network, Params, Drawn], Loss | tuple[jax.Array, jax.Array]]
+    draw: Callable[[Drawn, jax.Array], Any] = lambda drawn, key: ()
+    init: Callable[[jax.Array], Params] | None = None
+    trains_trunk: bool = False
+    start: int = 0
+    weight: float | Callable[[jax.Array], jax.Array] = 1.0
+
+    def weight_at(self, step: jax.Array) -> jax.Array | float:
+        """The weight of the loss at a step."""
+        return self.weight(step) if callable(self.weight) else self.weight
+
+
 SMALLEST_TIME = 1e-3
 
 
@@ -169,7 +207,16 @@ def elbo(
     t = times_of(time_key, num_rows, num_positions, block_length, smallest=SMALLEST_TIME)
     is_masked_BL = mask_independently(mask_key, schedule.masked_ratio(t), is_free_BL)
     weight = schedule.weight(t) if is_weighted else jnp.ones_like(t)
-    return elbo_at(batch, is_masked_BL, weight, mask_id=mask_id, over=over)
+    weight_BL = jnp.where(is_masked_BL, weight if weight.ndim == 2 else weight[:, None], 0.0)
+    free_B = jnp.sum(is_free_BL, axis=1)
+    total = jnp.sum(free_B)
+    if over == "rows":
+        weight_BL /= jnp.maximum(free_B, 1)[:, None]
+        total = jnp.sum(free_B > 0)
+    elif over == "masked":
+        total = jnp.sum(is_masked_BL)
+    shown_BL = jnp.where(is_masked_BL, mask_id, batch.tokens_BL)
+    return Drawn(batch, shown_BL, weight_BL, total.astype(jnp.float32))
 
 
 def times_of(
@@ -183,31 +230,6 @@ def times_of(
     # The strata of the blocks in a row are far apart, so that each row covers all times.
     t_BN = t_P.reshape(num_blocks, num_rows).T
     return jnp.repeat(t_BN, block_length, axis=1)[:, :num_positions]
-
-
-def elbo_at(
-    batch: Batch,
-    is_masked_BL: jax.Array,
-    weight: jax.Array,
-    *,
-    mask_id: int,
-    over: str = "tokens",
-) -> Drawn:
-    """The batch with the given masks: ``weight`` times the cross-entropy of the hidden tokens.
-
-    Weights are per row, ``[B]``, or per position, ``[B, L]``. `over` is as in `elbo`.
-    """
-    weight_BL = weight if weight.ndim == 2 else weight[:, None]
-    weight_BL = jnp.where(is_masked_BL, weight_BL, 0.0)
-    free_B = jnp.sum(batch.is_free_BL(), axis=1)
-    total = jnp.sum(free_B)
-    if over == "rows":
-        weight_BL /= jnp.maximum(free_B, 1)[:, None]
-        total = jnp.sum(free_B > 0)
-    elif over == "masked":
-        total = jnp.sum(is_masked_BL)
-    shown_BL = jnp.where(is_masked_BL, mask_id, batch.tokens_BL)
-    return Drawn(batch, shown_BL, weight_BL, total.astype(jnp.float32))
 
 
 def denoising(

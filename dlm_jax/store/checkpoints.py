@@ -30,16 +30,19 @@ import orbax.checkpoint as ocp
 
 from dlm_jax.distributed.processes import gathered, on_first_process
 from dlm_jax.store.files import AnyPath, Damaged, is_remote, located, said, sync
-from dlm_jax.store.manifest import (
+from dlm_jax.store.weights import (
+    SUFFIX,
     Place,
     check_leaves,
     checked_manifest,
     checksums,
     describe,
     new_manifest,
+    open_weights,
+    path_of_model,
     plan_reading,
+    read_tensors,
 )
-from dlm_jax.store.weights import SUFFIX, open_weights, path_of_model, read_tensors
 
 Report = Callable[[str], None]
 
@@ -95,12 +98,15 @@ class Checkpoints:
         unfinished.
         """
         root, is_bucket = self.directory, is_remote(self.directory)
-        paths = root.iterdir() if root.is_dir() else ()
-        matches = [_NAME.fullmatch(path.name) for path in paths if is_bucket or path.is_dir()]
-        steps = sorted(int(match[1]) for match in matches if match and not match[2])
         last = _COMMITTED if is_bucket else "manifest/metadata"
-        is_any = not (complete or is_bucket)
-        return [step for step in steps if is_any or (step_path(root, step) / last).exists()]
+        steps = []
+        for path in root.iterdir() if root.is_dir() else ():
+            match = _NAME.fullmatch(path.name)
+            if not match or match[2] or not (is_bucket or path.is_dir()):
+                continue
+            if (path / last).exists() or not (complete or is_bucket):
+                steps.append(int(match[1]))
+        return sorted(steps)
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> bool:
         """Starts to save a checkpoint and returns True, or returns False if a complete checkpoint
@@ -123,8 +129,7 @@ class Checkpoints:
         if not on_first_process(lambda: self._make_room(step)):
             return False
         with _failures_of_writing(step_path(self.directory, step)):
-            if self._manager is None:
-                self._manager = _new_manager(self.directory, self._keep)
+            self._manager = self._manager or _Manager(self.directory, self._keep)
             self._manager.reload()
             self._pending = step
             items = {"state": ocp.args.PyTreeSave(state), "manifest": ocp.args.JsonSave(manifest)}
@@ -139,13 +144,11 @@ class Checkpoints:
           ValueError: the save failed on process 0; raised on the other processes.
         """
         step, self._pending = self._pending, None
-        if step is None or self._manager is None:
-            return
-        finish = self._manager.wait_until_finished
-        with _failures_of_writing(step_path(self.directory, step)):
-            if jax.process_index() != 0:
-                finish()
-            on_first_process(finish)
+        if step is not None and (manager := self._manager):
+            with _failures_of_writing(step_path(self.directory, step)):
+                if jax.process_index() != 0:
+                    manager.wait_until_finished()
+                on_first_process(manager.wait_until_finished)
 
     def close(self, *, together: bool = True) -> None:
         """Ends all threads, and waits for a save in progress and other processes if `together`."""
@@ -197,10 +200,13 @@ class Checkpoints:
         """The result of `read` for the newest checkpoint for which it does not raise `Damaged`.
 
         `read` receives the path and the manifest of a checkpoint; for the rest see `restore`.
+
+        Raises:
+          ValueError: there is no usable checkpoint, or the checkpoints are of several runs.
         """
         self.wait()
         known = set(self._damaged)
-        for number, manifest in on_first_process(lambda: self._manifests()):
+        for number, manifest in on_first_process(self._manifests):
             try:
                 if isinstance(manifest, str):
                     raise Damaged(manifest)
@@ -229,19 +235,16 @@ class Checkpoints:
         on_first_process(remove)
 
     def _manifests(self) -> list[tuple[int, dict[str, Any] | str]]:
-        """The steps, newest first, with their manifests, or a line if a checkpoint is damaged.
-
-        Raises `ValueError` if there is no checkpoint, or if the checkpoints are of several runs.
-        """
+        """The steps, newest first, with their manifests, or a line if a checkpoint is damaged."""
         root, runs, manifests = self.directory, {}, []
         for number in reversed(self.steps(complete=False)):
             manifest: Any = self._damaged.get(number)
-            try:
-                manifest = manifest or read_manifest(step_path(root, number))
-            except Damaged as error:
-                manifest = str(error)
-            if not isinstance(manifest, str):
-                runs.setdefault(manifest["run"], []).insert(0, number)
+            if manifest is None:
+                try:
+                    manifest = read_manifest(step_path(root, number))
+                    runs.setdefault(manifest["run"], []).insert(0, number)
+                except Damaged as error:
+                    manifest = str(error)
             manifests.append((number, manifest))
         if not manifests:
             raise ValueError(
@@ -266,11 +269,6 @@ class Checkpoints:
         usable = [number for number in self.steps() if number not in self._damaged]
         if step in usable:
             return False
-        if usable and step < usable[-1]:
-            raise ValueError(
-                f"step={step} is before step {usable[-1]} in {root}; resume from the newest "
-                f"checkpoint or save to another directory"
-            )
         for path in list(root.iterdir()):
             match = _NAME.fullmatch(path.name)
             if match and (match[2] or int(match[1]) not in usable):
@@ -280,41 +278,37 @@ class Checkpoints:
 
 
 class _Manager(ocp.CheckpointManager):
-    def reached_preemption(self, step: int) -> bool:
-        # Orbax would tell JAX's preemption service an old step, from a thread; the run tells it.
-        return False
+    def __init__(self, root: Path, keep: int):
+        quiet_orbax()
+        remote, modes = is_remote(root), ocp.options.AtomicityMode
 
+        def sync_files() -> None:
+            if not remote:  # Orbax syncs the arrays only
+                for path in root.glob("step_*.orbax-checkpoint-tmp*/**/*"):
+                    sync(path)
 
-def _new_manager(root: Path, keep: int) -> ocp.CheckpointManager:
-    quiet_orbax()
-    remote, modes = is_remote(root), ocp.options.AtomicityMode
-
-    def sync_files() -> None:
-        if not remote:  # Orbax syncs the arrays only
-            for path in root.glob("step_*.orbax-checkpoint-tmp*/**/*"):
-                sync(path)
-
-    return _Manager(
-        root,
-        item_handlers={
+        items = {
             "state": ocp.PyTreeCheckpointHandler(),
             "manifest": ocp.JsonCheckpointHandler(),
-        },
-        options=ocp.CheckpointManagerOptions(
+        }
+        mode = modes.COMMIT_FILE if remote else modes.ATOMIC_RENAME
+        options = ocp.CheckpointManagerOptions(
             step_prefix="step",
             step_format_fixed_length=8,
             create=False,
             save_root_metadata=False,
             lightweight_initialize=True,
             preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-            atomicity_options=ocp.options.AtomicityOptions(
-                mode=modes.COMMIT_FILE if remote else modes.ATOMIC_RENAME
-            ),
+            atomicity_options=ocp.options.AtomicityOptions(mode=mode),
             async_options=ocp.AsyncOptions(
                 timeout_secs=_PATIENCE_SECONDS, post_finalization_callback=sync_files
             ),
-        ),
-    )
+        )
+        super().__init__(root, item_handlers=items, options=options)
+
+    def reached_preemption(self, step: int) -> bool:
+        # Orbax would tell JAX's preemption service an old step, from a thread; the run tells it.
+        return False
 
 
 def step_path(root: Path, step: int) -> Path:
@@ -403,7 +397,7 @@ def read_manifest(path: AnyPath) -> dict[str, Any]:
 
 def load_params(
     path: str | os.PathLike[str] | None = None,
-    make_abstract: Callable[[dict[str, Any]], Any] | None = None,
+    make_abstract: Callable[[dict[str, Any]], Any] = lambda meta: None,
     *,
     place: Place | None = None,
     report: Report | None = None,
@@ -417,8 +411,8 @@ def load_params(
     Args:
       path: ``train.out_dir`` of a run, or the directory of its checkpoints; a file from ``python -m
         dlm_jax.export``; or the name of a shipped model (see `dlm_jax.store.weights`).
-      make_abstract: maps the metadata to the expected shapes, dtypes and shardings. If it is None,
-        the saved nested dict is returned, on the first local device.
+      make_abstract: maps the metadata to the expected shapes, dtypes and shardings. With None, the
+        saved nested dict is returned, on the first local device.
       place: dtype and sharding of each parameter, of which each device reads its own part; by
         default, as stored.
       report: called with one line for each damaged checkpoint that is skipped. Default:
@@ -426,32 +420,27 @@ def load_params(
     """
     path = path_of_model(path)
 
-    def abstract_of(manifest: dict[str, Any]) -> Any:
-        meta = _checked(manifest["meta"], path)
-        return None if make_abstract is None else make_abstract(meta)
-
     def cast(array: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         is_on_host = isinstance(array, np.ndarray)
         array = array.astype(leaf.dtype)
         return jax.device_put(array, leaf.sharding) if is_on_host else array
 
-    if Path(path).suffix == SUFFIX:
-        with open_weights(path) as (file, manifest):
-            where = f"weights file {path}"
-            given, wanted = plan_reading(manifest, abstract_of(manifest), place, where)
-            tensors = read_tensors(file, manifest, given)
-        return jax.tree.map(cast, tensors, wanted), manifest["meta"]
-
-    def read(path: Path, manifest: dict[str, Any]) -> Any:
+    def read(where: Path, manifest: dict[str, Any]) -> Any:
+        abstract = make_abstract(_checked(manifest["meta"], path))
         is_averaged = any(name.startswith("ema/") for name in manifest["leaves"])
-        entry, where = "ema" if is_averaged else "params", f"checkpoint {path}"
-        abstract = abstract_of(manifest)
-        given, wanted = plan_reading(manifest, abstract, place, where, under=f"{entry}/")
-        arrays = _read_arrays(path, {entry: given}, manifest)[entry]
+        entry, what = "ema" if is_averaged else "params", f"checkpoint {where}"
+        given, wanted = plan_reading(manifest, abstract, place, what, under=f"{entry}/")
+        arrays = _read_arrays(where, {entry: given}, manifest)[entry]
         return jax.tree.map(cast, arrays, wanted)
 
-    _, params, meta = Checkpoints(_root_of(path), keep=1).read(read, report=report)
-    return params, meta
+    if Path(path).suffix != SUFFIX:
+        _, params, meta = Checkpoints(_root_of(path), keep=1).read(read, report=report)
+        return params, meta
+    with open_weights(path) as (file, manifest):
+        abstract = make_abstract(_checked(manifest["meta"], path))
+        given, wanted = plan_reading(manifest, abstract, place, f"weights file {path}")
+        tensors = read_tensors(file, manifest, given)
+    return jax.tree.map(cast, tensors, wanted), manifest["meta"]
 
 
 def load_meta(path: str | os.PathLike[str], *, report: Report | None = None) -> dict[str, Any]:
@@ -469,9 +458,8 @@ def _root_of(directory: str | os.PathLike[str]) -> Path:
 
 
 def _checked(meta: dict[str, Any], path: Any) -> dict[str, Any]:
-    config, tokenizer = meta.get("config"), meta.get("tokenizer")
-    has_model = isinstance(config, dict) and isinstance(config.get("model"), dict)
-    if not (has_model and isinstance(tokenizer, dict)):
+    model = meta.get("config", {}).get("model")
+    if not (isinstance(model, dict) and isinstance(meta.get("tokenizer"), dict)):
         raise ValueError(
             f"{path} does not describe its [model] and tokenizer; load a model from train.py"
         )

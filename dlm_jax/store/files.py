@@ -18,7 +18,7 @@ import stat
 import sys
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -208,22 +208,30 @@ LOCK = ".lock"
 
 
 class DirectoryLock:
-    """Reserves local directories for this process until it releases them or ends.
-
-    `lock` locks the directory itself, or the file `LOCK` in it where only files can be locked, as
-    on network file systems.
-    """
+    """Reserves local directories for this process until it releases them or ends."""
 
     def __init__(self) -> None:
         self._descriptors: dict[tuple[int, int], int] = {}
 
-    def lock(self, directory: AnyPath, setting: str) -> None:
-        """Locks a directory. Nothing is locked in a bucket or on a file system without locks.
+    def lock_all(self, places: Mapping[str, AnyPath], *, create: bool = False) -> None:
+        """Locks the directories, by their settings; `create` makes those that do not exist.
 
-        Raises ValueError with the name of the setting if another process has locked the directory.
+        A directory is locked itself, or the file `LOCK` in it where only files can be locked, as on
+        network file systems. Nothing is locked in a bucket or on a file system without locks.
+
+        Raises:
+          ValueError: a directory cannot be created, or another process has locked it.
         """
-        if is_remote(directory):
-            return
+        for setting, directory in places.items():
+            if is_remote(directory):
+                continue
+            if create:
+                with refuse_failures(f"{setting}={directory}", "choose another directory"):
+                    os.makedirs(directory, exist_ok=True)
+            if os.path.isdir(directory):
+                self._lock(directory, setting)
+
+    def _lock(self, directory: AnyPath, setting: str) -> None:
         status = os.stat(directory)
         place = (status.st_dev, status.st_ino)
         ways = ((directory, os.O_RDONLY), (directory / LOCK, os.O_RDWR | os.O_CREAT))

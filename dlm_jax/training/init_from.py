@@ -1,24 +1,33 @@
-"""What a run takes from ``train.init_from``, or from its own checkpoints if it resumes.
+"""How a run begins: with fresh or given parameters, or where it stopped.
 
 ``train.init_from`` names a published model, a run or a weights file. It determines parameters, and
-for published models also ``[model]``, the tokenizer and the chat template.
+for published models also ``[model]``, the tokenizer and the chat template. A resumed run must be
+the run of its checkpoints, its best model and its metrics.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import json
+import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 
 import dlm_jax.config as configs
-from dlm_jax.config import INIT, Config, ModelConfig
+from dlm_jax.config import FREE, INIT, Config, ModelConfig
 from dlm_jax.data import Corpus, HubTokenizer, Tokenizer, from_json, load_corpus
 from dlm_jax.distributed.partitions import named_leaves
 from dlm_jax.distributed.processes import on_first_process
+from dlm_jax.heads.critic import READS
 from dlm_jax.hf import (
     KEPT,
     UNPUBLISHED,
@@ -32,10 +41,22 @@ from dlm_jax.hf import (
     saved_chat,
 )
 from dlm_jax.model.lora import GROUP, MASK_ROW
+from dlm_jax.randomness import settings
 from dlm_jax.settings import require
 from dlm_jax.store import Checkpoints, load_meta, load_params
+from dlm_jax.store.files import Damaged, program_facts, write_whole
 from dlm_jax.store.weights import path_of_model
+from dlm_jax.training.metrics import METRICS, read_records
 from dlm_jax.types import Params
+
+CONFIG = "config.toml"
+"""Name of the config file of a run."""
+BEST = "best"
+"""Name of the checkpoint directory of the best model, in ``train.checkpoint_dir`` if set and
+otherwise in ``train.out_dir``. The directory contains one checkpoint."""
+
+LOCAL = frozenset({"data.source", "data.cache_dir"})
+"""Settings that may differ between the processes of a run."""
 
 Report = Callable[[str], None]
 
@@ -167,41 +188,11 @@ def load_initial_params(
       ValueError: the model does not exist, differs in its tokenizer, its shape or a setting that
         affects training, or has a config that this version cannot read.
     """
-    source, train = local_source(config), config.train
-    if not source:
+    if not (source := local_source(config)):
         return fresh
     where = f"train.init_from={source}"
-    if is_published(source):
-        return _load_published(source, config, fresh, tokenizer, report)
-    for name, value in (("mask_like", train.mask_like), ("ignore_config", train.ignore_config)):
-        why = "has no effect, because train.init_from is not a published model"
-        require(not value, f"train.{name}", value, why, "remove it")
-    leaves = dict(named_leaves(fresh))
-
-    def check(meta: dict[str, Any]) -> None:
-        if meta["tokenizer"] != tokenizer.to_json():
-            raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
-        model = configs.from_saved(meta, where=where).model
-        for name in ModelConfig.declared:
-            theirs, ours = getattr(model, name), getattr(config.model, name)
-            if theirs != ours and name not in _ANY:
-                raise ValueError(
-                    f"{where} has model.{name}={theirs!r}, but the config has {ours!r}; "
-                    "use the [model] of its run"
-                )
-
-    def place(path: str, theirs: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        ours = leaves.get(path)
-        if ours is None:
-            return theirs
-        if theirs.shape != ours.shape:
-            raise ValueError(
-                f"{where} has {path} of shape {theirs.shape}, but the config requires "
-                f"{ours.shape}; use the [model] of the other run"
-            )
-        return jax.ShapeDtypeStruct(ours.shape, ours.dtype, sharding=ours.sharding)
-
-    params, _ = load_params(source, check, place=place, report=report)
+    load = _load_published if is_published(source) else _load_saved
+    params = load(source, config, dict(named_leaves(fresh)), tokenizer, report)
     lacking = [name for name in fresh if name not in params]
     ignored = [name for name in params if name not in fresh]
     for name in (*lacking, *ignored):
@@ -220,15 +211,47 @@ def load_initial_params(
     return fresh | shared
 
 
-def _load_published(
-    source: str, config: Config, fresh: Params, tokenizer: Tokenizer, report: Report
+def _load_saved(
+    source: str, config: Config, fresh: dict[str, Any], tokenizer: Tokenizer, report: Report
 ) -> Params:
-    """The parameters of a published model, read in the shardings of `fresh`."""
-    train, shardings = config.train, {path: leaf.sharding for path, leaf in named_leaves(fresh)}
+    """The parameters of a run or weights file, in the dtypes and shardings of `fresh`, by path."""
+    where = f"train.init_from={source}"
+
+    def check(meta: dict[str, Any]) -> None:
+        if meta["tokenizer"] != tokenizer.to_json():
+            raise ValueError(f"{where} has a different tokenizer; use data.tokenizer=init")
+        model = configs.from_saved(meta, where=where).model
+        for name in ModelConfig.declared:
+            theirs, ours = getattr(model, name), getattr(config.model, name)
+            if theirs != ours and name not in _ANY:
+                raise ValueError(
+                    f"{where} has model.{name}={theirs!r}, but the config has {ours!r}; "
+                    "use the [model] of its run"
+                )
+
+    def place(path: str, theirs: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        ours = fresh.get(path)
+        if ours is None:
+            return theirs
+        if theirs.shape != ours.shape:
+            raise ValueError(
+                f"{where} has {path} of shape {theirs.shape}, but the config requires "
+                f"{ours.shape}; use the [model] of the other run"
+            )
+        return jax.ShapeDtypeStruct(ours.shape, ours.dtype, sharding=ours.sharding)
+
+    return load_params(source, check, place=place, report=report)[0]
+
+
+def _load_published(
+    source: str, config: Config, fresh: dict[str, Any], tokenizer: Tokenizer, report: Report
+) -> Params:
+    """The parameters of a published model, in the shardings of `fresh`, by path."""
+    train = config.train
     params = read_published(
         source,
         dtype="float32",
-        place=lambda path, shape: shardings.get(path),
+        place=lambda path, shape: fresh[path].sharding if path in fresh else None,
         ignore=train.ignore_config,
         adds_mask=_adds_mask(config.model),
         mask_like=train.mask_like,
@@ -240,16 +263,7 @@ def _load_published(
             f"train.init_from={source} has no MASK; MASK is added as id {tokenizer.mask_id}, whose "
             f"embedding is {begins}"
         )
-    lacking = [name for name in fresh if name not in params]
-    if "head" in lacking or set(params) - set(fresh):
-        raise ValueError(
-            f"train.init_from={source} has a different kind of head; remove model.tied_head"
-        )
-    if lacking:
-        report(
-            f"train.init_from={source} lacks {', '.join(lacking)}, which are freshly initialised"
-        )
-    return fresh | params
+    return params
 
 
 def local_source(config: Config) -> str:
@@ -260,3 +274,174 @@ def local_source(config: Config) -> str:
 def _adds_mask(model: ModelConfig) -> bool:
     """Whether a run adds MASK to a published model without one. A causal model needs none."""
     return model.attention_type != "causal"
+
+
+def facts_of(config: Config) -> dict[str, Any]:
+    """Values that all processes of a run must share: the program, the config without local paths,
+    the version of JAX, and its settings.
+    """
+    flat = configs.flat(configs.to_dict(config))
+    facts = {key: value for key, value in flat.items() if key not in LOCAL}
+    return program_facts() | facts | {"version of jax": jax.__version__} | settings()
+
+
+def part_name(kind: str, part: Any, params: Params) -> Any:
+    """The name of a custom part of a run, by which a resumed run knows it; of heads, a list.
+
+    The name of an optimizer or a schedule ends in a digest of the program into which it is traced,
+    with all numbers. `params` are the shapes of the parameters that the optimizer updates.
+    """
+    if kind == "heads":
+        return list(part)
+    inputs: tuple[Any, ...] = (jax.ShapeDtypeStruct((), np.int32),)
+    if isinstance(part, optax.GradientTransformation):
+        inputs, part = (params, jax.eval_shape(part.init, params), params), part.update
+    name = getattr(part, "__qualname__", type(part).__name__)
+    if kind not in ("optimizer", "schedule"):
+        return name
+    traced = jax.make_jaxpr(part)(*inputs)
+    digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", str(traced)).encode())
+    for constant in traced.consts:
+        digest.update(np.asarray(constant).tobytes())
+    return f"{name.removesuffix('.<locals>.update_fn')} {digest.hexdigest()[:8]}"
+
+
+def config_of_run(out_dir: Path) -> Config:
+    """The config of the run in `out_dir` at its last save, for resuming the run.
+
+    The checkpoints are in `out_dir` or in ``train.checkpoint_dir`` of its ``config.toml``.
+
+    Raises:
+      ValueError: no usable checkpoint exists.
+    """
+    started = out_dir / CONFIG
+    try:
+        place = configs.load(str(started)).train.checkpoint_dir
+    except ValueError:
+        place = ""
+    try:
+        meta = load_meta(place or out_dir, report=lambda line: None)
+    except ValueError as error:
+        advice = f"; restart it with --config {started}" if started.is_file() else ""
+        raise ValueError(f"--resume {out_dir}: {error}{advice}") from None
+    config = configs.from_saved(meta, where=f"--resume {out_dir}")
+    train = dataclasses.replace(config.train, out_dir=str(out_dir))
+    # Values determined by the text are not part of the config.
+    tokenizer, model = from_json(meta["tokenizer"]), config.model
+    if model.vocab_size == tokenizer.vocab_size:
+        model = dataclasses.replace(model, vocab_size=0)
+    if model.start_id == tokenizer.mask_id:
+        model = dataclasses.replace(model, start_id=-1)
+    return dataclasses.replace(config, train=train, model=model)
+
+
+_HEADER = (
+    "The settings of this run.\n"
+    "To resume: python train.py --resume DIRECTORY\n"
+    "To train the same model from scratch: python train.py --config THIS_FILE --train.out_dir "
+    "ELSEWHERE"
+)
+
+
+def write_config(config: Config, out_dir: Path) -> None:
+    """Writes ``config.toml``, for users and ``--config``, unless it is unchanged.
+
+    Resumed runs instead read the config from the checkpoints, which have checksums.
+    """
+    if not has_config(config, out_dir):
+        write_whole(out_dir / CONFIG, configs.to_toml(config, header=_HEADER).encode())
+
+
+def has_config(config: Config, out_dir: Path) -> bool:
+    """Whether the directory has the ``config.toml`` that the run would write."""
+    path, content = out_dir / CONFIG, configs.to_toml(config, header=_HEADER).encode()
+    return path.is_file() and path.read_bytes() == content
+
+
+def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises ValueError if settings or data would change the result of a resumed run.
+
+    Both arguments are metadata, see `Run`: of this run, and of the checkpoints in the directory.
+    """
+    where = f"train.out_dir={meta['config']['train']['out_dir']}"
+    configs.from_saved(saved, where=f"the run in {where}")
+    meta = json.loads(json.dumps(meta))
+
+    def require_same(is_same: bool, what: str, remedy: str) -> None:
+        if not is_same:
+            raise ValueError(
+                f"{where} has a run {what}; {remedy} to resume it, or use another train.out_dir"
+            )
+
+    what = f"that was trained on a different text from {meta['corpus']['name']}"
+    is_same = saved["corpus"]["sha256"] == meta["corpus"]["sha256"]
+    require_same(is_same, what, "set data.source to the text of the other run")
+    then, now = saved["randomness"], meta["randomness"]
+    before, after = then["version of jax"], now["version of jax"]
+    what = f"that used jax {before}, which draws different random numbers from jax {after}"
+    require_same(then["draws"] == now["draws"], what, f"use jax {before}")
+    here, there = configs.flat(meta["config"]), configs.flat(saved["config"])
+    steps, most = here["train.steps"], there["train.steps"]
+    what = f"with train.steps={most}, but this run has {steps}"
+    require_same(steps >= most, what, f"raise train.steps to {most} or more")
+    # The critic may be trained on rows that were filled with the recommended settings.
+    reads = READS if here["model.add_critic_head"] else ()
+    fixed = (set(there) - FREE) | {f"sample.{key}" for key in reads}
+    # The tokenizer determines the vocabulary size, so the error names the tokenizer.
+    for key in sorted(fixed, key=lambda key: (key == "model.vocab_size", key)):
+        what = f"with {key}={there[key]!r}, but this run has {here.get(key)!r}"
+        require_same(here.get(key) == there[key], what, f"set {key}={there[key]!r}")
+    # If the tokenizer file has changed, the tokenizers differ although the configs are equal.
+    is_same = saved["tokenizer"] == meta["tokenizer"]
+    require_same(is_same, "with a different tokenizer", "use that tokenizer")
+    is_same = saved.get("chat_template") in (None, meta.get("chat_template"))
+    require_same(is_same, "with a different chat template", "use that template")
+    for part in saved["own"] | meta["own"]:
+        before, after = saved["own"].get(part), meta["own"].get(part)
+        what = f"whose {part} is {before}, but here it is {after}"
+        require_same(before == after, what, "pass the same")
+
+
+def check_identity(
+    best: Checkpoints, config: Config, identity: str, *, starts_again: bool
+) -> float:
+    """The figure of the best model so far, infinite if there is none to compare with.
+
+    A damaged model, and one that was measured on other windows, will be replaced by that of the
+    next evaluation.
+
+    Args:
+      best: checkpoints of the best model.
+      config: config of the run.
+      identity: identity of the run.
+      starts_again: whether the run replaces one of the same config that left no checkpoint.
+
+    Raises:
+      ValueError: the run would continue or discard the best model or the metrics of another run.
+    """
+    path, figure = Path(config.train.out_dir) / METRICS, math.inf
+
+    def others() -> set[str]:
+        return {record.get("run", "") for record in read_records(path)} - {identity}
+
+    if on_first_process(best.steps) and not starts_again:
+        with contextlib.suppress(Damaged):
+            meta = best.read_meta(report=lambda line: None)
+            if meta.get("run") != identity:
+                raise ValueError(
+                    f"{best.directory} has the best model of another run; move the directory "
+                    "elsewhere, or use another train.out_dir"
+                )
+            if meta["best"]["measured_on"] == windows_of(config):
+                figure = meta["best"]["figure"]
+    if (runs := on_first_process(others)) and not starts_again:
+        raise ValueError(
+            f"{path} contains metrics of run {min(runs) or 'unnamed'}, which has other checkpoints "
+            f"or another config; move it elsewhere, or use another train.out_dir"
+        )
+    return figure
+
+
+def windows_of(config: Config) -> list[int]:
+    """What the held-out windows of an evaluation depend on, besides the text."""
+    return [config.train.eval_windows, config.train.batch_size]

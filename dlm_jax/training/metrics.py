@@ -1,4 +1,4 @@
-"""Metrics of a run: a JSON lines file, trackers, and a plot of the losses."""
+"""Metrics of a run: a JSON lines file, and trackers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dlm_jax.distributed.mesh import CHIPS
-from dlm_jax.store.files import replacing, said, write_whole
+from dlm_jax.store.files import said, write_whole
 
 METRICS = "metrics.jsonl"
-PICTURE = "loss.png"
+
+Tracker = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
 
 CLOCK = frozenset(
     ("time", "run", "tokens_per_second", "step_seconds", "input_seconds")
@@ -39,8 +40,9 @@ class MetricsLog:
     """Appends one JSON object per line, and passes the numbers on to trackers.
 
     A killed run may have logged steps after `step` that were not saved. A resumed run repeats these
-    steps, so their lines and a partial last line are removed first. A tracker, which has ``write``
-    and ``close``, is reported in one line and no longer used if it fails.
+    steps, so their lines and a partial last line are removed first. A tracker is a pair of
+    functions, ``write(step, figures)`` and ``close()``. One that fails is reported in one line and
+    no longer used.
     """
 
     def __init__(
@@ -48,18 +50,15 @@ class MetricsLog:
         path: str | os.PathLike[str],
         *,
         step: int,
-        trackers: Mapping[str, Callable[[], Any]] | None = None,
+        trackers: Mapping[str, Tracker] | None = None,
         report: Callable[[str], None] = print,
     ):
         self._path, self._report = Path(path), report
+        self._trackers = dict(trackers or {})
         self._path.parent.mkdir(parents=True, exist_ok=True)
         valid = [record for record in read_records(self._path) if record["step"] <= step]
         write_whole(self._path, "".join(f"{json.dumps(record)}\n" for record in valid).encode())
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
-        self._trackers: dict[str, Any] = {}
-        for name, open_tracker in (trackers or {}).items():
-            with self._reporting(name):
-                self._trackers[name] = open_tracker()
 
     def write(self, **record: Any) -> None:
         """Appends a record and flushes it to the operating system. The record must have a ``kind``
@@ -78,25 +77,19 @@ class MetricsLog:
             for name, value in record.items()
             if name not in ("kind", "step", "time") and isinstance(value, int | float)
         }
-        for name, tracker in list(self._trackers.items()):
-            with self._reporting(name):
-                tracker.write(record["step"], figures)
+        for name, (write, _) in list(self._trackers.items()):
+            try:
+                write(record["step"], figures)
+            except Exception as error:
+                del self._trackers[name]
+                self._report(f"warning: {name} fails ({said(error)}); training continues")
 
     def close(self) -> None:
         # Closing retries a failed write, whose failure has already been reported.
         with contextlib.suppress(OSError):
             self._file.close()
-        for name, tracker in list(self._trackers.items()):
-            with self._reporting(name):
-                tracker.close()
-
-    @contextlib.contextmanager
-    def _reporting(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # not KeyboardInterrupt, after which a tracker is still closed
-            self._trackers.pop(name, None)
-            self._report(f"warning: {name} fails ({said(error)}); training continues")
+        for _, close in self._trackers.values():
+            close()
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -124,68 +117,35 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def plot_losses(records: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Plots the training loss and the held-out bound over the steps as a PNG.
-
-    Raises:
-      ValueError: matplotlib (extra ``plots``) is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("matplotlib is not installed; pip install 'dlm_jax[plots]'") from None
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for kind, name, label, style in (
-        ("train", "loss", "training loss", "-"),
-        ("evaluation", "bound", "held-out bound", "o-"),
-    ):
-        points = [(record["step"], record[name]) for record in records if record["kind"] == kind]
-        if points:
-            label = f"{label} (last {points[-1][1]:.3f})"
-            axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel="nats per token")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with replacing(path) as file:
-        figure.savefig(file, format="png")
-
-
-class _TensorBoard:
+def _tensorboard(out_dir: Path, config: dict[str, Any], identity: str, step: int) -> Tracker:
     """Writes event files to ``tensorboard/`` in the directory of the run."""
+    # Imported here, because importing protobuf takes half a second.
+    make_writer = importlib.import_module("tensorboardX").SummaryWriter
+    writer = make_writer(str(out_dir / "tensorboard"), purge_step=step + 1)
 
-    def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
-        # Imported here, because importing protobuf takes half a second.
-        writer = importlib.import_module("tensorboardX").SummaryWriter
-        self._writer = writer(str(out_dir / "tensorboard"), purge_step=step + 1)
-        self.close = self._writer.close
-
-    def write(self, step: int, figures: dict[str, float]) -> None:
+    def write(step: int, figures: dict[str, float]) -> None:
         for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return write, writer.close
 
 
-class _Wandb:
+def _wandb(out_dir: Path, config: dict[str, Any], identity: str, step: int) -> Tracker:
     """A Weights & Biases run named after the directory. A run with the same identity is resumed."""
-
-    def __init__(self, out_dir: Path, config: dict[str, Any], identity: str, step: int):
-        self._run = importlib.import_module("wandb").init(
-            project="dlm_jax",
-            name=out_dir.name,
-            id=hashlib.sha256(f"{out_dir.absolute()}{identity}".encode()).hexdigest()[:16],
-            resume="allow",
-            dir=str(out_dir),
-            config=config,
-        )
-        self.close = self._run.finish
-
-    def write(self, step: int, figures: dict[str, float]) -> None:
-        self._run.log(figures, step=step)
+    run = importlib.import_module("wandb").init(
+        project="dlm_jax",
+        name=out_dir.name,
+        id=hashlib.sha256(f"{out_dir.absolute()}{identity}".encode()).hexdigest()[:16],
+        resume="allow",
+        dir=str(out_dir),
+        config=config,
+    )
+    return lambda step, figures: run.log(figures, step=step), run.finish
 
 
-TRACKERS = {"tensorboard": ("tensorboardX", _TensorBoard), "wandb": ("wandb", _Wandb)}
-"""By ``train.trackers``: the package that a tracker needs, and its class."""
+TRACKERS = {"tensorboard": ("tensorboardX", _tensorboard), "wandb": ("wandb", _wandb)}
+"""By ``train.trackers``: the package that a tracker needs, and the function that opens it."""
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from optax import contrib
 from dlm_jax import devices
 from dlm_jax.config import Config, OptimConfig
 from dlm_jax.distributed.partitions import partition
-from dlm_jax.heads import MAIN, Head, metric_of
+from dlm_jax.heads import MAIN, Head
 from dlm_jax.model.lora import GROUP
 from dlm_jax.types import Axes, Params
 
@@ -33,14 +33,14 @@ Stage = tuple[str, ...]
 """The parameter groups that are trained: ``main`` and names of heads, in this order."""
 
 
-def group_of(name: str, heads: Collection[str], *, adapts: bool = False) -> str:
+def group_of(name: str, groups: Collection[str]) -> str:
     """The optimiser group of the parameters under a top-level name.
 
-    In a model with adapters (`adapts`), the frozen parameters are in the group `KEPT`.
+    In a model with adapters, which has a group `KEPT`, the frozen parameters are in this group.
     """
-    if name in heads:
+    if name in groups:
         return name
-    return KEPT if adapts and name != GROUP else MAIN
+    return KEPT if KEPT in groups and name != GROUP else MAIN
 
 
 # The quintic iteration on the singular values (Jordan et al. 2024).
@@ -256,7 +256,7 @@ def make_groups(
     main: optax.GradientTransformation | None = None,
     schedule: optax.Schedule | None = None,
 ) -> dict[str, Group]:
-    """The optimiser groups of a run: the model and each head.
+    """The optimiser groups of a run: the model, each head, and `KEPT` if adapters are trained.
 
     The optimiser of the model is `make_optimizer`, or `main`, whose updates `schedule` scales. With
     ``heads.train_main = false`` the model has no optimiser state. That of a head is gradient
@@ -268,8 +268,8 @@ def make_groups(
     if main is None:
         rates = rates_of(optim, num_steps=num_steps, schedule=schedule)
         # Matrices in heads, which map to logits or scores, are not the model's.
-        bare = {n: jax.tree.map(lambda _: Axes(), t) for n, t in axes.items() if n in heads}
-        main = make_optimizer(optim, rates, axes=axes | bare)
+        of_heads = {n: jax.tree.map(lambda _: Axes(), t) for n, t in axes.items() if n in heads}
+        main = make_optimizer(optim, rates, axes=axes | of_heads)
     elif schedule is not None:
         main = optax.chain(main, optax.scale_by_schedule(schedule))
     groups = {MAIN: Group(rates, main if settings.train_main else optax.set_to_zero())}
@@ -281,19 +281,18 @@ def make_groups(
         own = dataclasses.replace(optim, warmup_steps=min(settings.warmup_steps, left - 1))
         rate = learning_rate(settings.learning_rate, own, num_steps=left)
         update = make_optimizer(optim, {"learning_rate": rate}, axes=axes)
-        groups[name] = Group({f"{metric_of(name)}_learning_rate": rate}, update)
+        groups[name] = Group({f"{name.removesuffix('_head')}_learning_rate": rate}, update)
+    if config.model.lora_rank > 0:
+        groups[KEPT] = Group({}, optax.set_to_zero())
     return groups
 
 
-def optimizer_of_stage(
-    groups: Mapping[str, Group], stage: Stage, *, adapts: bool = False
-) -> optax.GradientTransformation:
+def optimizer_of_stage(groups: Mapping[str, Group], stage: Stage) -> optax.GradientTransformation:
     """The optimiser of a stage, whose state has the same structure in every stage.
 
-    The state and parameters of groups that do not train are unchanged. With adapters (`adapts`),
-    only these have an optimiser state.
+    The state and parameters of groups that do not train are unchanged.
     """
-    if len(groups) == 1 and not adapts:
+    if len(groups) == 1:
         return groups[MAIN].update
 
     def frozen(update: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -303,13 +302,11 @@ def optimizer_of_stage(
 
     def group_by_leaf(params: Params) -> Params:
         return {
-            name: jax.tree.map(lambda _, n=name: group_of(n, groups, adapts=adapts), tree)
+            name: jax.tree.map(lambda _, n=name: group_of(n, groups), tree)
             for name, tree in params.items()
         }
 
     updates: dict[Hashable, optax.GradientTransformation] = {
         name: update if name in stage else frozen(update) for name, (_, update) in groups.items()
     }
-    if adapts:
-        updates[KEPT] = optax.set_to_zero()
     return optax.partition(updates, group_by_leaf)

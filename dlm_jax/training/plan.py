@@ -117,7 +117,7 @@ def model_flops(params: Params, config: ModelConfig, *, num_rows: int, num_posit
     return float(num_rows * num_positions * per_token)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A compiled training step, with costs per device.
 
@@ -126,8 +126,6 @@ class Plan:
       sharding: numbers of parameters by the mesh axes that split them.
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
       flops: model FLOPs per device and step.
-      counted_flops: FLOPs that the compiler counts in the program of a device. Each loop body
-        counts once.
       text: the program text from the compiler.
     """
 
@@ -135,16 +133,33 @@ class Plan:
     mesh: Mesh
     num_parameters: int
     sharding: Mapping[str, int]
-    memory: dict[str, int]
+    memory: Mapping[str, int]
     flops: float
-    counted_flops: float
-    options: Mapping[str, str]
     text: str
 
     @property
     def chip(self) -> Chip | None:
         """Peak performance of the device; None if unknown."""
         return CHIPS.get(self.mesh.devices.flat[0].device_kind)
+
+    def lines(self) -> list[str]:
+        """The plan as lines: model, mesh, sharding, memory, FLOPs and compiler options."""
+        mesh, gib = self.mesh, 2**30
+        axes = " ".join(f"{axis}={length}" for axis, length in mesh.shape.items())
+        split = ", ".join(f"{count:,} {where}" for where, count in self.sharding.items())
+        uses = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
+        total = f"{sum(self.memory.values()) / gib:.2f}"
+        total += f" of {self.chip.memory / gib:.2f}" if self.chip else ""
+        options = compiler.options("train", mesh, self.config.mesh.compiler_options)
+        shown = " ".join(f"{name}={value}" for name, value in options.items())
+        return [
+            f"model        {self.num_parameters:,} parameters",
+            f"mesh         {axes} on {mesh.size} devices: {mesh.devices.flat[0].device_kind}",
+            f"sharding     {split}",
+            f"memory       {total} GiB a device: {uses}",
+            f"work         {self.flops / 1e12:.4g} TFLOP per device and step",
+            f"compiler     {shown or 'without options'}",
+        ]
 
 
 def dry_run(
@@ -155,14 +170,14 @@ def dry_run(
     If ``model.vocab_size`` is set, the corpus is not read.
     """
     check_settings()
-    devices, tokenizer = topology_devices(topology) if topology else None, None
-    if config.model.vocab_size == 0:
+    devices = topology_devices(topology) if topology else jax.devices()
+    model, tokenizer = config.model, None
+    if model.vocab_size == 0:
         config, corpus = load_data(config, report=report)
         tokenizer = corpus.tokenizer
-    elif config.model.has_start and config.model.start_id < 0:
-        model = dataclasses.replace(config.model, start_id=config.model.vocab_size - 1)
+    elif model.has_start and model.start_id < 0:
+        model = dataclasses.replace(model, start_id=model.vocab_size - 1)
         config = dataclasses.replace(config, model=model)
-    devices = devices or jax.devices()
 
     def num_bytes() -> float:
         return state_bytes(planned_task(config, make_mesh(config.mesh, devices), tokenizer))
@@ -206,14 +221,13 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
             "raise mesh.fsdp, or use another model.remat, a larger train.accumulate or a "
             "smaller train.batch_size"
         ) from None
-    memory = cast(Any, compiled.memory_analysis())
-    state_size = bytes_per_device(state)
-    size = {"num_rows": train.batch_size, "num_positions": config.data.seq_len}
+    memory, state_size = cast(Any, compiled.memory_analysis()), bytes_per_device(state)
     sharding: Counter[str] = Counter()
     for leaf in jax.tree.leaves(state.params):
         axes = jax.tree.leaves(tuple(leaf.sharding.spec))
         split = " and ".join(axis for axis in axes if mesh.shape[axis] > 1)
         sharding[f"over {split}" if split else "on every device"] += math.prod(leaf.shape)
+    size = {"num_rows": train.batch_size, "num_positions": config.data.seq_len}
     return Plan(
         config=config,
         mesh=mesh,
@@ -225,27 +239,5 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
             "temporaries": memory.temp_size_in_bytes,
         },
         flops=model_flops(state.params, config.model, **size) / mesh.size,
-        counted_flops=(compiled.cost_analysis() or {}).get("flops", math.nan),
-        options=compiler.options("train", mesh, config.mesh.compiler_options),
         text=compiled.as_text() or "",
     )
-
-
-def lines(plan: Plan) -> list[str]:
-    """The plan as lines: model, mesh, sharding, memory, FLOPs and compiler options."""
-    mesh, chip, gib = plan.mesh, plan.chip, 2**30
-    axes = " ".join(f"{axis}={length}" for axis, length in mesh.shape.items())
-    split = ", ".join(f"{count:,} {where}" for where, count in plan.sharding.items())
-    uses = ", ".join(f"{name} {size / gib:.2f}" for name, size in plan.memory.items())
-    total = f"{sum(plan.memory.values()) / gib:.2f}"
-    total += f" of {chip.memory / gib:.2f}" if chip else ""
-    options = " ".join(f"{name}={value}" for name, value in plan.options.items())
-    return [
-        f"model        {plan.num_parameters:,} parameters",
-        f"mesh         {axes} on {mesh.size} devices: {mesh.devices.flat[0].device_kind}",
-        f"sharding     {split}",
-        f"memory       {total} GiB a device: {uses}",
-        f"work         {plan.flops / 1e12:.4g} TFLOP per device and step; the compiler counts "
-        f"{plan.counted_flops / 1e12:.4g}, each loop body once",
-        f"compiler     {options or 'without options'}",
-    ]

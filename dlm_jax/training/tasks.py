@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any
+from typing import Any, TypedDict, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,16 @@ from dlm_jax.data import (
     validation_windows,
 )
 from dlm_jax.distributed.partitions import axes_of
-from dlm_jax.heads import HEADS, MAIN, Head, metric_of, weight_at
+from dlm_jax.heads import HEADS, MAIN, Head
 from dlm_jax.model.transformer import build
-from dlm_jax.objectives.canvas_denoising import canvas_denoising
 from dlm_jax.objectives.corruption import SCHEDULES
-from dlm_jax.objectives.forward_process import Process, noise_process, process_elbo
-from dlm_jax.objectives.likelihood import costs, half_width, plus_minus, ratio_and_error
+from dlm_jax.objectives.forward_process import (
+    Process,
+    canvas_denoising,
+    noise_process,
+    process_elbo,
+)
+from dlm_jax.objectives.likelihood import ratio_and_error
 from dlm_jax.objectives.losses import Loss, cross_entropy, hidden_of
 from dlm_jax.objectives.objective import (
     Batch,
@@ -47,7 +51,7 @@ from dlm_jax.objectives.objective import (
     owners,
     proofreading,
 )
-from dlm_jax.settings import SettingError, require
+from dlm_jax.settings import require
 from dlm_jax.store import save_weights
 from dlm_jax.training.init_from import load_initial_params
 from dlm_jax.training.optimisers import (
@@ -59,14 +63,21 @@ from dlm_jax.training.optimisers import (
 )
 from dlm_jax.types import Network, Params, returned
 
-MakeNetwork = Callable[[ModelConfig], Network]
-MakeObjective = Callable[[Config, Tokenizer], Any]
-MakeHead = Callable[[Config, Tokenizer], Head]
+
+class Parts(TypedDict, total=False):
+    """The custom parts of a run; see `dlm_jax.training.train`."""
+
+    network: Network | Callable[[ModelConfig], Network] | None
+    objective: Callable[[Config, Tokenizer], Any] | None
+    heads: Mapping[str, Head | Callable[[Config, Tokenizer], Head]] | None
+    optimizer: optax.GradientTransformation | None
+    schedule: optax.Schedule | None
+
 
 _SALT = 0x68656164
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """The training of a config as pure functions, also for a custom loop.
 
@@ -89,7 +100,7 @@ class Task:
     network: Network
     objectives: Mapping[str, Objective]
     heads: Mapping[str, Head] = dataclasses.field(default_factory=dict)
-    corpus: Corpus | None = None
+    corpus: Corpus
     main_optimizer: optax.GradientTransformation | None = None
     schedule: optax.Schedule | None = None
 
@@ -104,7 +115,7 @@ class Task:
         steps, firsts = np.arange(self.config.train.steps + 1), {}
         for name, head in self.heads.items():
             with jax.ensure_compile_time_eval():
-                weight_S = jax.vmap(lambda step, of=head: jnp.float32(weight_at(of, step)))(steps)
+                weight_S = jax.vmap(lambda step, of=head: jnp.float32(of.weight_at(step)))(steps)
             trains_S = (np.asarray(weight_S) != 0) & (steps >= head.start)
             firsts[name] = int(trains_S.argmax()) if trains_S.any() else math.inf
         return firsts
@@ -116,9 +127,7 @@ class Task:
 
     def split(self, params: Params, stage: Stage) -> tuple[Params, Params]:
         """The trained and the frozen parameters, each keyed by top-level name."""
-        adapts = self.config.model.lora_rank > 0
-        groups = {name: group_of(name, self.heads, adapts=adapts) for name in params}
-        trained = {name: params[name] for name in params if groups[name] in stage}
+        trained = {n: params[n] for n in params if group_of(n, self.groups) in stage}
         return trained, {name: tree for name, tree in params.items() if name not in trained}
 
     def draw(self, batch: Batch, key: jax.Array, step: jax.Array, stage: Stage) -> Drawn:
@@ -154,6 +163,7 @@ class Task:
         shares_trunk = any(one.loss is None for one in objectives.values())
         hidden_BLD: Any = None
         nll_BL: Any = None
+        pair: Any
         # 1. One pass of the trunk, for all objectives without a loss and all heads.
         if shares_trunk or heads:
             hidden_BLD = hidden_of(network, params, drawn.shown_BL, batch.tokens_BL, batch.length_B)
@@ -174,7 +184,8 @@ class Task:
         for name, objective in objectives.items():
             noise = drawn.noise[name]
             if objective.loss is not None:
-                losses[name] = _pair(objective.loss(network, params, noise), name)
+                pair = objective.loss(network, params, noise)
+                losses[name] = Loss(*pair)
             else:
                 weight_BL, weight = noise
                 # Positions that are not predicted may contain MASK, whose cost is infinite.
@@ -183,7 +194,7 @@ class Task:
         means = {name: _mean(loss, name) for name, loss in losses.items()}
         total = sum((objectives[name].share * means[name] for name in means), jnp.zeros(()))
         # 3. The heads. Those that do not train yet are not there for the others.
-        waiting = set(map(metric_of, self.heads)) - set(map(metric_of, heads))
+        waiting = {metric_of(name) for name in self.heads if name not in heads}
         seen = {key: one for key, one in network.heads.items() if key not in waiting}
         for name, head in heads.items():
             own, hidden = params, hidden_BLD
@@ -191,42 +202,26 @@ class Task:
                 own, hidden = jax.lax.stop_gradient((params, hidden_BLD))
                 own = own | {name: params[name]}
             given = drawn._replace(noise=drawn.noise[name], hidden_BLD=hidden)
-            losses[name] = _pair(head.loss(replace(network, heads=seen), own, given), name)
+            pair = head.loss(replace(network, heads=seen), own, given)
+            losses[name] = Loss(*pair)
             mean = means[metric_of(name)] = _mean(losses[name], name)
-            total = total + weight_at(head, step) * mean
+            total = total + head.weight_at(step) * mean
         figures = [pair for loss in losses.values() for pair in loss.figures.items()]
         names = ["loss", "grad_norm", "param_norm", *means, *(name for name, _ in figures)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"{twice!r} names two metrics; rename the figure or the head")
         return total, {name: _mean(Loss(*figure), name) for name, figure in figures} | means
 
-    def measure(
-        self, params: Params, batch: Batch, number_B: jax.Array, key: jax.Array
-    ) -> jax.Array:
-        """The likelihood bound of the held-out rows with indices `number_B`, nats ``[B]``.
-
-        A causal model has an exact likelihood instead of a bound.
-        """
-        return costs(
-            self.network,
-            params,
-            batch,
-            number_B,
-            key,
-            is_causal=self.config.model.attention_type == "causal",
-            mask_id=self.tokenizer.mask_id,
-            eos_id=self.tokenizer.eos_id,
-            process=process_of(self.config, self.tokenizer),
-        ).nats_B
-
     @functools.cached_property
     def groups(self) -> dict[str, Group]:
         """The optimiser groups: the model, and each head."""
-        axes, given = (
+        return make_groups(
+            self.config,
+            self.heads,
             axes_of(self.network),
-            {"main": self.main_optimizer, "schedule": self.schedule},
+            main=self.main_optimizer,
+            schedule=self.schedule,
         )
-        return make_groups(self.config, self.heads, axes, **given)
 
     def learning_rates(self, stage: Stage, step: int) -> dict[str, float]:
         """The learning rates of a step (counted from 0), for its metrics."""
@@ -241,8 +236,7 @@ class Task:
         """The optimiser of a stage, by default the last. Its state has the same structure in all
         stages.
         """
-        stage = self.last_stage if stage is None else stage
-        return optimizer_of_stage(self.groups, stage, adapts=self.config.model.lora_rank > 0)
+        return optimizer_of_stage(self.groups, self.last_stage if stage is None else stage)
 
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters of the model and its heads."""
@@ -284,22 +278,29 @@ class Task:
 
     def batches(self, start_step: int = 0) -> Iterator[Batch]:
         """An infinite iterator over the batches of the run that starts at `start_step`."""
-        assert self.corpus is not None, "a task from `problem` has a corpus"
-        train = self.config.train
-        for rows in train_batches(
+        for rows in self.rows(start_step):
+            yield Batch(*(jnp.asarray(rows[name]) for name in ("tokens", "length", "given")))
+
+    def rows(
+        self, start_step: int, share: int = 0, shares: int = 1
+    ) -> Generator[dict[str, np.ndarray], None, None]:
+        """An infinite iterator over the rows of a process, which reads one of `shares` equal parts
+        of each batch. It prefetches, and is closed after use.
+        """
+        return train_batches(
             self.corpus.train_rows,
             seq_len=self.config.data.seq_len,
-            batch_size=train.batch_size,
-            seed=train.seed,
+            batch_size=self.config.train.batch_size,
+            seed=self.config.train.seed,
+            process_index=share,
+            process_count=shares,
             start_step=start_step,
-        ):
-            yield Batch(*(jnp.asarray(rows[name]) for name in ("tokens", "length", "given")))
+        )
 
     def held_out(self) -> dict[str, np.ndarray]:
         """The held-out rows of an evaluation: ``tokens`` int32 ``[N, L]``, ``length`` and ``given``
         ``[N]``. N is a multiple of the batch size, and the last rows may be empty.
         """
-        assert self.corpus is not None, "a task from `problem` has a corpus"
         return validation_windows(
             self.corpus.val_rows,
             seq_len=self.config.data.seq_len,
@@ -310,7 +311,6 @@ class Task:
 
     def facts(self) -> dict[str, Any]:
         """What a saved model says about itself: config, tokenizer and corpus."""
-        assert self.corpus is not None, "a task from `problem` has a corpus"
         return {
             "config": configs.to_dict(self.config),
             "tokenizer": self.tokenizer.to_json(),
@@ -328,11 +328,9 @@ def _stream(name: str) -> int:
     return names.index(name) if name in names else zlib.crc32(name.encode())
 
 
-def _pair(loss: Any, name: str) -> Loss:
-    if not isinstance(loss, tuple) or not 2 <= len(loss) <= 3:
-        kind = type(loss).__name__
-        raise ValueError(f"{name}.loss returned a {kind}; return (sum, weight) or a Loss")
-    return Loss(*loss)
+def metric_of(name: str) -> str:
+    """The name of the loss of a head in metrics, and of its functions in `Network.heads`."""
+    return name.removesuffix("_head")
 
 
 def _mean(loss: Loss, name: str) -> jax.Array:
@@ -348,53 +346,46 @@ def make_task(
     mesh: Mesh,
     *,
     corpus: Corpus | None = None,
-    network: Network | MakeNetwork | None = None,
-    objective: MakeObjective | None = None,
-    heads: Mapping[str, Head | MakeHead] | None = None,
-    optimizer: optax.GradientTransformation | None = None,
-    schedule: optax.Schedule | None = None,
+    **parts: Unpack[Parts],
 ) -> Task:
     """The task of a resolved config. See `dlm_jax.training.train` for the custom parts.
 
     Raises:
       ValueError: parts do not fit each other, two have the same name, or nothing trains.
     """
-    if not isinstance(network, Network):
-        network = (network or build)(config.model)
+    network = parts.get("network") or build
+    network = network if isinstance(network, Network) else network(config.model)
     pack, share = config.data.pack, config.objective.proofreading_share
     if pack > 1:
         why = "requires a network with full or causal attention (Network.packs)"
         require(network.packs, "data.pack", pack, why, "use 1", "model.attention_type")
         why = f"is not supported with objective.proofreading_share={share}, which lengthens texts"
         require(not share, "data.pack", pack, why, "use 1", "objective.proofreading_share")
-    banned_ids = (*tokenizer.banned_ids, tokenizer.pad_id)
-    is_named = heads is None or isinstance(heads, Mapping)
-    if not is_named:
-        raise TypeError(f"heads is a {type(heads).__name__}; pass a dict, {{'NAME_head': head}}")
-    made, heads = dict[str, Head](), heads or {}
-    for name in config.model.added_heads:
-        if name not in network.heads:
-            raise ValueError(f"model.add_{name}_head=True requires a network with a {name} head")
-        make = HEADS[name].make_head
-        made[f"{name}_head"] = make(config, mask_id=tokenizer.mask_id, banned_ids=banned_ids)
-    for name in heads:
-        if not name.endswith("_head") or "/" in name:
-            raise ValueError(f"the name of head {name!r} does not end in '_head'; rename it")
-    objectives = make_objectives(config, tokenizer) if objective is None else {}
-    if objective is not None:
-        given = objective(config, tokenizer)
+    # The objectives of the model.
+    make_own = parts.get("objective")
+    if make_own is None:
+        objectives = make_objectives(config, tokenizer)
+    else:
+        given = make_own(config, tokenizer)
         given = given if isinstance(given, Mapping) else {"objective": given}
         objectives = {n: o if isinstance(o, Objective) else Objective(o) for n, o in given.items()}
         shares = {name: one.share for name, one in objectives.items()}
         if abs(sum(shares.values()) - 1) > 1e-3:
             raise ValueError(f"the shares of the objectives are {shares}; let them add up to 1")
+    # The heads of the config, then those of the caller.
+    made, heads = dict[str, Head](), parts.get("heads") or {}
+    banned_ids = (*tokenizer.banned_ids, tokenizer.pad_id)
+    for name in config.model.added_heads:
+        if name not in network.heads:
+            raise ValueError(f"model.add_{name}_head=True requires a network with a {name} head")
+        make = HEADS[name].make_head
+        made[f"{name}_head"] = make(config, mask_id=tokenizer.mask_id, banned_ids=banned_ids)
     names = [*objectives, *made, *heads]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two objectives or heads have the same name: {twice}; rename one")
     for name, head in heads.items():
-        is_usable = isinstance(head, Head) or callable(head)
-        if not is_usable:
-            raise TypeError(f"head {name} is a {type(head).__name__}; pass a Head, or its function")
+        if not name.endswith("_head") or "/" in name:
+            raise ValueError(f"the name of head {name!r} does not end in '_head'; rename it")
         made[name] = head if isinstance(head, Head) else head(config, tokenizer)
     if not config.heads.train_main and not made:
         switches = " or ".join(f"model.add_{name}_head" for name in HEADS)
@@ -409,16 +400,25 @@ def make_task(
 
         network = replace(network, init=init)
     return Task(
-        config,
-        tokenizer,
-        mesh,
-        network,
-        objectives,
-        made,
-        corpus=corpus,
-        main_optimizer=optimizer,
-        schedule=schedule,
+        config=config,
+        tokenizer=tokenizer,
+        mesh=mesh,
+        network=network,
+        objectives=objectives,
+        heads=made,
+        corpus=cast(Corpus, corpus),
+        main_optimizer=parts.get("optimizer"),
+        schedule=parts.get("schedule"),
     )
+
+
+_OF_MASKED: dict[str, Any] = {
+    "denoising_share": 0,
+    "proofreading_share": 0,
+    "time_weight": True,
+    "normaliser": "tokens",
+}
+"""Settings of ``[objective]`` that only masked diffusion has, with the values that do nothing."""
 
 
 def make_objectives(config: Config, tokenizer: Tokenizer) -> dict[str, Objective]:
@@ -431,59 +431,69 @@ def make_objectives(config: Config, tokenizer: Tokenizer) -> dict[str, Objective
         the model.
     """
     objective, model, mask_id = config.objective, config.model, tokenizer.mask_id
-    check_process(config)
-    process = process_of(config, tokenizer)
-    if model.attention_type == "causal":
-        predicts_first = model.predicts_first
-        return {"next_token": Objective(lambda batch, key: next_token(batch, predicts_first))}
+    process, kind = process_of(config, tokenizer), model.attention_type
+    if process.is_masked:
+        why, remedy = "has no sampler for models with canvases", "use uniform"
+        is_usable, other = kind != "canvas", "model.attention_type"
+        require(is_usable, "objective.process", process.name, why, remedy, other)
+    else:
+        why = f"requires objective.process='masked', not {process.name!r}"
+        for key, value in _OF_MASKED.items():
+            given = getattr(objective, key)
+            require(given == value, f"objective.{key}", given, why, f"use {value!r}")
+        why = "is not supported with model.attention_type='causal'"
+        require(kind != "causal", "objective.process", process.name, why, "use 'masked'")
+    if kind == "causal":
+        return {"next_token": Objective(lambda batch, key: next_token(batch, model.predicts_first))}
     schedule = SCHEDULES[objective.schedule](objective.schedule_power)
-    if not process.is_masked:
-        if model.attention_type != "canvas":
-            elbo_of = process_elbo(process, schedule=schedule, block_length=model.block_length)
-            return {"elbo": elbo_of}
-        own = canvas_denoising(
+    if kind == "canvas":
+        of_canvas = canvas_denoising(
             process,
             schedule=schedule,
             canvas_length=model.block_length,
             text_weight=objective.text_weight,
             conditioned_share=objective.conditioned_share,
         )
-        return {"denoising": own}
-    shares = {"denoising": objective.denoising_share, "proofreading": objective.proofreading_share}
-    draws: dict[str, Any] = {
-        "elbo": functools.partial(
-            elbo,
-            schedule=schedule,
-            mask_id=mask_id,
-            block_length=model.block_length,
-            over=objective.normaliser,
-            is_weighted=objective.time_weight,
-        ),
-        "denoising": functools.partial(
-            denoising, settings=objective, mask_id=mask_id, random_ids=text_ids(tokenizer)
-        ),
-        "proofreading": functools.partial(
-            proofreading,
-            max_ratio=objective.misprint_ratio,
-            mask_id=mask_id,
-            kinds=objective.misprint_kinds,
-            masked_rows=objective.misprint_masked_rows,
-        ),
+        return {"denoising": of_canvas}
+    if not process.is_masked:
+        of_process = process_elbo(process, schedule=schedule, block_length=model.block_length)
+        return {"elbo": of_process}
+    of_elbo = functools.partial(
+        elbo,
+        schedule=schedule,
+        mask_id=mask_id,
+        block_length=model.block_length,
+        over=objective.normaliser,
+        is_weighted=objective.time_weight,
+    )
+    of_denoising = functools.partial(
+        denoising, settings=objective, mask_id=mask_id, random_ids=text_ids(tokenizer)
+    )
+    of_proofreading = functools.partial(
+        proofreading,
+        max_ratio=objective.misprint_ratio,
+        mask_id=mask_id,
+        kinds=objective.misprint_kinds,
+        masked_rows=objective.misprint_masked_rows,
+    )
+    rest = 1.0 - objective.denoising_share - objective.proofreading_share
+    mixture = {
+        "elbo": Objective(of_elbo, share=rest),
+        "denoising": Objective(of_denoising, share=objective.denoising_share),
+        "proofreading": Objective(of_proofreading, share=objective.proofreading_share),
     }
-    shares = {"elbo": 1.0 - shares["denoising"] - shares["proofreading"]} | shares
-    made = {n: Objective(draws[n], share=s) for n, s in shares.items() if s > 1e-6}
+    mixture = {name: one for name, one in mixture.items() if one.share > 1e-6}
     num_rows = config.train.batch_size
-    counts = np.bincount(owners(made, num_rows), minlength=len(made))
-    for name, count in zip(made, counts, strict=True):
-        share = made[name].share
-        what = f"objective.{name}_share={share}" if name != "elbo" else f"the ELBO's share {share}"
+    counts = np.bincount(owners(mixture, num_rows), minlength=len(mixture))
+    for (name, one), count in zip(mixture.items(), counts, strict=True):
         if not count:
+            what = f"objective.{name}_share=" if name != "elbo" else "the ELBO's share "
             raise ValueError(
-                f"{what} is less than one of train.batch_size={num_rows} rows, so it would never "
-                f"be trained; raise the share to {1 / num_rows:.4g}, or train.batch_size to "
-                f"{math.ceil(1 / share)}"
+                f"{what}{one.share} is less than one of train.batch_size={num_rows} rows, so it "
+                f"would never be trained; raise the share to {1 / num_rows:.4g}, or "
+                f"train.batch_size to {math.ceil(1 / one.share)}"
             )
-    return made
+    return mixture
 
 
 def process_of(config: Config, tokenizer: Tokenizer) -> Process:
@@ -492,42 +502,10 @@ def process_of(config: Config, tokenizer: Tokenizer) -> Process:
     return noise_process(config.objective, **ids)
 
 
-def check_process(config: Config) -> None:
-    """Raises SettingError if the forward process does not fit other settings."""
-    objective, name = config.objective, config.objective.process
-    if noise_process(objective).is_masked:
-        if config.model.attention_type == "canvas":
-            raise SettingError(
-                "objective.process",
-                name,
-                "has no sampler for models with canvases",
-                "use uniform",
-                "model.attention_type",
-            )
-        return
-    for key, value in {
-        "denoising_share": 0,
-        "proofreading_share": 0,
-        "time_weight": True,
-        "normaliser": "tokens",
-    }.items():
-        given, why = getattr(objective, key), f"requires objective.process='masked', not {name!r}"
-        require(given == value, f"objective.{key}", given, why, f"use {value!r}")
-    is_causal = config.model.attention_type == "causal"
-    why = "is not supported with model.attention_type='causal'"
-    require(not is_causal, "objective.process", name, why, "use 'masked'")
-
-
 def bound_of(nats_N: np.ndarray, free_N: np.ndarray) -> dict[str, float]:
     """The metrics of an evaluation of N rows, given their numbers of free positions."""
     mean, error = ratio_and_error(nats_N.astype(np.float64), free_N)
     windows = int((free_N > 0).sum())
     # The error cannot be estimated from a single window, and JSON cannot represent NaN.
-    return (
-        {"bound": mean} | ({"standard_error": error} if windows > 1 else {}) | {"windows": windows}
-    )
-
-
-def bound_line(figures: dict[str, float]) -> str:
-    half = half_width(figures.get("standard_error", math.nan), int(figures["windows"]))
-    return f"bound {figures['bound']:.4f}{plus_minus(half)} nats/token"
+    known = {"standard_error": error} if windows > 1 else {}
+    return {"bound": mean, **known, "windows": windows}

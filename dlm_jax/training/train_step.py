@@ -6,6 +6,7 @@ cost. Within a stage, only the weights of the losses change.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,14 +18,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
-from dlm_jax.data import text_ids
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import axes_of, batch_sharding, shardings
-from dlm_jax.heads import metric_of
+from dlm_jax.objectives.likelihood import costs
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.randomness import key_of
 from dlm_jax.training.optimisers import Stage
-from dlm_jax.training.tasks import Task
+from dlm_jax.training.tasks import Task, metric_of, process_of
 from dlm_jax.types import Params
 
 
@@ -32,7 +32,8 @@ class TrainState(NamedTuple):
     """The training state, which checkpoints store.
 
     ``step`` is an int32 scalar: the number of steps taken, which is the index of the next batch.
-    ``ema`` is the moving average of the parameters, or None.
+    ``ema`` is the moving average of the parameters, or None. Its decay at step s is
+    ``(1 + s) / (10 + s)``, at most ``optim.ema_decay``.
     """
 
     params: Params
@@ -125,7 +126,16 @@ def make_train_step(task: Task, stage: Stage, state: TrainState) -> jax.stages.W
             }
             if len(means) > 1 or task.heads.keys() & stage:
                 metrics |= means | {name: of(state.step) for name, of in weights.items()}
-            ema = _averaged(state, params, task.config.optim.ema_decay)
+            ema = None
+            if state.ema is not None:
+                # With a constant decay, the random initial parameters would dominate the average
+                # for about 1 / (1 - decay) steps. The average is updated by a difference, so that
+                # it stays constant for constant parameters.
+                past = state.step.astype(jnp.float32)
+                decay = jnp.minimum(task.config.optim.ema_decay, (1.0 + past) / (10.0 + past))
+                ema = jax.tree.map(
+                    lambda old, new: old + (1.0 - decay) * (new - old), state.ema, params
+                )
             return TrainState(params, opt_state, state.step + 1, ema), metrics
 
     state_sharding = shardings(state, axes_of(task.network, state.params), mesh)
@@ -178,67 +188,26 @@ def add_up(compute: Callable[[Any], Any], whole: Any, num_parts: int) -> Any:
     return jax.lax.scan(one_part, zeros, rows)[0]
 
 
-def check_adds_up(task: Task, params: Params) -> None:
-    """Raises ValueError if a loss differs between a batch and the same batch in parts.
-
-    Losses are computed once, for rows of text ids. Losses of opposite sign can cancel, so the
-    tolerance is relative to the magnitudes of the parts.
-    """
-    train, mesh, step, stage = task.config.train, task.mesh, jnp.int32(0), task.last_stage
-    shape = train.batch_size, task.config.data.seq_len
-    tokens_BL = np.resize(np.array(text_ids(task.tokenizer), np.int32), shape)
-    length_B = np.full(shape[0], shape[1], np.int32)
-    rows, everywhere = batch_sharding(mesh, train.batch_size), NamedSharding(mesh, P())
-
-    def losses(params: Params) -> list[Any]:
-        def with_sizes(part: Any) -> Any:
-            means = task.losses(params, {}, part, step, stage)[1]
-            return means, jax.tree.map(jnp.abs, means)
-
-        with devices.used(mesh):
-            batch = Batch(*map(jnp.asarray, (tokens_BL, length_B, np.zeros_like(length_B))))
-            batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows), batch)
-            drawn = task.draw(batch, key_of(0), step, stage)
-            return [add_up(with_sizes, drawn, n) for n in (1, train.accumulate)]
-
-    options = compiler.options("sample", mesh)
-    run = jax.jit(losses, out_shardings=everywhere, compiler_options=options)
-    (whole, _), (parts, size) = jax.device_get(run(params))
-    for name in whole:
-        atol = 1e-6 + 0.01 * np.nan_to_num(size[name], posinf=0.0)
-        if not np.isclose(parts[name], whole[name], rtol=0.0, atol=atol, equal_nan=True):
-            raise ValueError(
-                f"train.accumulate requires losses that add up over the parts of a batch, but "
-                f"{name!r} is {whole[name]:.4g} for a batch and {parts[name]:.4g} in parts; "
-                "return the plain sum from `loss` and compute its weight in `draw`, or use "
-                "train.accumulate=1"
-            )
-
-
-def _averaged(state: TrainState, params: Params, decay: float) -> Params | None:
-    """The moving average after one step. The decay at step s is ``(1 + s) / (10 + s)``, at most
-    `decay`.
-
-    With a constant decay, the random initial parameters would dominate the average for about
-    ``1 / (1 - decay)`` steps.
-    """
-    if state.ema is None:
-        return None
-    step = state.step.astype(jnp.float32)
-    now = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
-    # The average is updated by a difference, so that it stays constant for constant parameters.
-    return jax.tree.map(lambda old, new: old + (1.0 - now) * (new - old), state.ema, params)
-
-
 def make_eval_step(task: Task, params: Params) -> jax.stages.Wrapped:
-    """`Task.measure`, compiled for parameters that lie like `params`. The per-row results are
-    replicated over all devices.
+    """The compiled likelihood bound of held-out rows, ``(params, batch, number_B, key) -> nats_B``,
+    for parameters that lie like `params`, and replicated over all devices.
+
+    ``number_B`` are the indices of the rows. A causal model has an exact likelihood instead of a
+    bound.
     """
     mesh, train = task.mesh, task.config.train
+    bound = functools.partial(
+        costs,
+        task.network,
+        is_causal=task.config.model.attention_type == "causal",
+        mask_id=task.tokenizer.mask_id,
+        eos_id=task.tokenizer.eos_id,
+        process=process_of(task.config, task.tokenizer),
+    )
 
     def measure(params: Params, batch: Batch, number_B: jax.Array, key: jax.Array) -> Any:
         with devices.used(mesh):
-            return task.measure(params, batch, number_B, key)
+            return bound(params, batch, number_B, key).nats_B
 
     rows, everywhere = batch_sharding(mesh, train.batch_size), NamedSharding(mesh, P())
     return jax.jit(

@@ -19,36 +19,43 @@ import functools
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import numpy as np
-import optax
 
 import dlm_jax.config as configs
 from dlm_jax import progress
 from dlm_jax.config import Config
-from dlm_jax.data import Corpus, train_batches
+from dlm_jax.data import Corpus
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.mesh import require_room
 from dlm_jax.distributed.partitions import batch_sharding, make_mesh, share_of_batch, undeclared
 from dlm_jax.distributed.processes import check_same_everywhere, on_first_process
-from dlm_jax.heads import Head
-from dlm_jax.objectives.likelihood import num_scored
+from dlm_jax.hf import KEPT
+from dlm_jax.objectives.likelihood import half_width, num_scored, plus_minus
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.progress import Progress, waiting
 from dlm_jax.randomness import check_settings, fingerprint, key_of
 from dlm_jax.store import Checkpoints
 from dlm_jax.store.files import DirectoryLock, check_bucket, located, own_source, program_facts
 from dlm_jax.training.init_from import (
+    BEST,
+    check_identity,
+    check_same_run,
     checkpoints_of,
+    facts_of,
+    has_config,
     kept_of,
     load_data,
     load_initial_params,
+    part_name,
+    windows_of,
+    write_config,
 )
 from dlm_jax.training.metrics import METRICS, TRACKERS, MetricsLog, check_trackers, peak_flops
 from dlm_jax.training.plan import (
@@ -58,32 +65,12 @@ from dlm_jax.training.plan import (
     model_flops,
     state_bytes,
 )
-from dlm_jax.training.resume import (
-    FOLDER,
-    Best,
-    acquire,
-    check_metrics,
-    facts_of,
-    make_directory,
-    part_name,
-    restore_run,
-    write_config,
-)
 from dlm_jax.training.signals import stop_on_signals
-from dlm_jax.training.tasks import (
-    MakeHead,
-    MakeNetwork,
-    MakeObjective,
-    Task,
-    bound_line,
-    bound_of,
-    make_task,
-)
+from dlm_jax.training.tasks import Parts, Task, bound_of, make_task
 from dlm_jax.training.train_step import (
     Metrics,
     TrainState,
     abstract_state,
-    check_adds_up,
     init_state,
     lower_step,
     make_eval_step,
@@ -103,7 +90,8 @@ class Run:
     identity of the run (which is also stored in the best model and the metrics), the names of
     custom parts (network, objective and heads), the sources of randomness, the version and source
     code of the program, and what the run keeps of a published model (`read_kept`). The noise of all
-    steps is derived from ``noise_key``.
+    steps is derived from ``noise_key``. ``best`` has the model with the lowest bound, which was
+    ``lowest_bound`` (infinite if unknown) when the run was prepared.
     """
 
     task: Task
@@ -112,7 +100,8 @@ class Run:
     saved: dict[str, Any]
     noise_key: jax.Array
     checkpoints: Checkpoints
-    best: Best
+    best: Checkpoints
+    lowest_bound: float
 
     @property
     def config(self) -> Config:
@@ -124,7 +113,6 @@ class Run:
 
     @property
     def corpus(self) -> Corpus:
-        assert self.task.corpus is not None
         return self.task.corpus
 
     @property
@@ -183,14 +171,10 @@ def say(line: str) -> None:
 def train(
     config: Config | str | PathLike[str],
     *,
-    network: Network | MakeNetwork | None = None,
-    objective: MakeObjective | None = None,
-    heads: Mapping[str, Head | MakeHead] | None = None,
-    optimizer: optax.GradientTransformation | None = None,
-    schedule: optax.Schedule | None = None,
     callbacks: Sequence[Callback] = (),
     show_sample: ShowSample | None = None,
     report: Callable[[str], None] = say,
+    **parts: Unpack[Parts],
 ) -> Outcome:
     """Trains the model of `config` up to the last step. Calling the function again resumes the run.
 
@@ -227,15 +211,7 @@ def train(
       ValueError: arguments are incompatible. The message names these arguments and the remedy.
     """
     config = config if isinstance(config, Config) else configs.load(str(config))
-    run = prepare(
-        config,
-        network=network,
-        objective=objective,
-        heads=heads,
-        optimizer=optimizer,
-        schedule=schedule,
-        report=report,
-    )
+    run = prepare(config, report=report, **parts)
     with run.checkpoints:
         describe(run, report)
         return run_loop(run, show_sample=show_sample, callbacks=callbacks)
@@ -245,7 +221,7 @@ def problem(
     config: Config | str | PathLike[str],
     *,
     report: Callable[[str], None] = lambda line: None,
-    **parts: Any,
+    **parts: Unpack[Parts],
 ) -> Task:
     """The training of a config as pure functions, for a custom loop. Only `Task.save` writes a
     file.
@@ -274,7 +250,7 @@ def problem(
     return task
 
 
-def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> Run:
+def prepare(config: Config, *, report: Callable[[str], None], **parts: Unpack[Parts]) -> Run:
     """Prepares the run of `config`. Resumes if the directory contains checkpoints.
 
     `parts` are the custom parts, see `train`. A ``model.vocab_size`` of 0 is replaced by the
@@ -286,17 +262,18 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
     """
     # 1. Config, mesh and data.
     given = config
-    parts = {kind: part for kind, part in parts.items() if part not in (None, {})}
     task = problem(config, report=report, **parts)
     config, train = task.config, task.config.train
 
     # 2. What the checkpoints say about the run.
-    names = {kind: part_name(kind, part) for kind, part in parts.items()}
-    custom = parts | {n: getattr(h, "loss", h) for n, h in parts.pop("heads", {}).items()}
-    check_same_everywhere({f"source code of {name}": own_source(p) for name, p in custom.items()})
+    target = abstract_state(task)
+    own: dict[str, Any] = {kind: part for kind, part in parts.items() if part not in (None, {})}
+    names = {kind: part_name(kind, part, target.params) for kind, part in own.items()}
+    own |= {name: getattr(head, "loss", head) for name, head in own.pop("heads", {}).items()}
+    check_same_everywhere({f"source code of {name}": own_source(p) for name, p in own.items()})
     meta = {"run": "", **task.facts(), "own": names}
     meta |= {"randomness": fingerprint(), "program": program_facts()}
-    if task.corpus is not None and task.corpus.chat_template:
+    if task.corpus.chat_template:
         meta["chat_template"] = task.corpus.chat_template
 
     # 3. The directories.
@@ -305,10 +282,10 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
     checkpoints.when_closed.callback(lock.release)
     with contextlib.ExitStack() as undo:
         undo.callback(checkpoints.close)
-        best_checkpoints = Checkpoints(located(train.checkpoint_dir or out_dir) / FOLDER, keep=1)
-        checkpoints.when_closed.callback(best_checkpoints.close, together=False)
+        best = Checkpoints(located(train.checkpoint_dir or out_dir) / BEST, keep=1)
+        checkpoints.when_closed.callback(best.close, together=False)
         places = {"train.out_dir": out_dir, "train.checkpoint_dir": checkpoints.directory}
-        on_first_process(lambda: acquire(lock, places, create=False))
+        on_first_process(lambda: lock.lock_all(places))
         is_new = not on_first_process(lambda: checkpoints.steps(complete=False))
 
         # 4. The state: fresh, with the parameters of train.init_from, or from a checkpoint.
@@ -317,7 +294,7 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
             meta["run"] = on_first_process(lambda: secrets.token_hex(8))
             meta |= kept_of(config, report=report)
             require_room(
-                bytes_per_device(abstract_state(task)),
+                bytes_per_device(target),
                 task.mesh.devices.flat,
                 "the training state",
                 "use a smaller [model], or split it over more devices with mesh.fsdp",
@@ -327,22 +304,25 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
                 params = load_initial_params(config, state.params, task.tokenizer, report=report)
                 state = state.start_from(params)
         else:
-            state, saved = restore_run(task, meta, checkpoints, report)
-        if train.accumulate > 1 and custom:
-            check_adds_up(task, state.params)
+            _, state, saved = checkpoints.restore(
+                target, check=lambda saved: check_same_run(meta, saved), report=report
+            )
+            meta |= {name: saved[name] for name in ("run", *KEPT) if name in saved}
+            before = saved["config"]["train"]["steps"]
+            if before != train.steps:
+                report(
+                    f"train.steps increases from {before} to {train.steps}, to which the learning "
+                    "rate now decays; the result differs from that of a run which had these steps "
+                    "from the start"
+                )
 
         # 5. Nothing is written before everything has been checked.
-        best = Best(best_checkpoints, config, meta, is_new=is_new)
-        on_first_process(lambda: check_metrics(given, meta["run"], is_new=is_new))
-        make_directory("train.out_dir", out_dir)
+        starts_again = is_new and on_first_process(lambda: has_config(given, out_dir))
+        lowest = check_identity(best, config, meta["run"], starts_again=starts_again)
         if int(state.step) < train.steps:
-            on_first_process(lambda: acquire(lock, places, create=True))
-            if is_new and on_first_process(checkpoints.steps):
-                raise ValueError(
-                    f"train.checkpoint_dir={checkpoints.directory} contains checkpoints of a run "
-                    "that started at the same time; restart"
-                )
-            best.begin()
+            on_first_process(lambda: lock.lock_all(places, create=True))
+            if starts_again:
+                best.remove_from(0)
             on_first_process(lambda: write_config(given, out_dir))
         undo.pop_all()
     return Run(
@@ -353,6 +333,7 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Any) -> R
         noise_key=noise_key,
         checkpoints=checkpoints,
         best=best,
+        lowest_bound=lowest,
     )
 
 
@@ -377,23 +358,35 @@ def run_loop(
     config = run.config.train
     if run.first_step >= config.steps:
         return Outcome("finished", run.first_step, run.saved.get("bound"), run.state, run)
-    trainer = Trainer(run, callbacks=callbacks, profile=profile)
+    trainer = Trainer(run, callbacks=callbacks)
+
+    def sample() -> None:
+        if show_sample is not None:
+            with trainer.off_the_clock():
+                show_sample(run, trainer.state, trainer.step)
+
     # What happens every n steps (0: never), and whether it also happens after the last step.
     hooks: list[tuple[Callable[[], None], int, bool]] = [
         (trainer.log, config.log_every, True),
         (trainer.evaluate, config.eval_every, True),
+        (sample, config.sample_every, False),
         (trainer.save, config.checkpoint_every, True),
     ]
-    if show_sample is not None:
-        sample = functools.partial(trainer.sample, show_sample)
-        hooks.insert(2, (sample, config.sample_every, False))
-
+    first, last = profile or (0, 0)
+    first = max(first, run.first_step + 1)
     reason: Literal["finished", "interrupted", "non_finite"] = "finished"
     signal_number = 0
-    with stop_on_signals() as stop, contextlib.closing(trainer):
+    with stop_on_signals() as stop, contextlib.closing(trainer), contextlib.ExitStack() as trace:
         try:
             while trainer.step < config.steps:
+                if trainer.step + 1 == first <= last:
+                    jax.profiler.start_trace(str(run.out_dir / "profile"))
+                    trace.callback(jax.profiler.stop_trace)
                 trainer.take_step()
+                if trainer.step == last:
+                    trainer.settle()
+                    trace.close()
+                    say(f"step {last}: the trace is in {run.out_dir / 'profile'}")
                 is_last = trainer.step == config.steps
                 for hook, every, at_end in hooks:
                     if at_end if is_last else every > 0 and trainer.step % every == 0:
@@ -423,17 +416,12 @@ class Trainer:
     ``state`` is the state after ``step`` steps, and ``bound`` is the result of the last evaluation.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        callbacks: Sequence[Callback] = (),
-        profile: tuple[int, int] | None = None,
-    ):
-        config, train, is_first = run.config, run.config.train, jax.process_index() == 0
+    def __init__(self, run: Run, *, callbacks: Sequence[Callback] = ()):
+        train, is_first = run.config.train, jax.process_index() == 0
         self.run, self.state, self.step = run, run.state, run.first_step
         self.bound: float | None = run.saved.get("bound")
-        self._callbacks, self._profile, self._is_tracing = callbacks, profile, False
+        self._lowest = run.lowest_bound
+        self._callbacks = callbacks
         # Metrics of the steps since the last record, which are saved in checkpoints.
         self._unlogged: list[dict[str, float]] = list(run.saved.get("unlogged", []))
         self._ahead: list[Metrics] = []
@@ -441,22 +429,13 @@ class Trainer:
         self._share, self._shares = share_of_batch(self._rows, train.batch_size)
         self._eval_step = make_eval_step(run.task, run.state.params)
         self._compile_train_step()
-        self._batches = train_batches(
-            run.corpus.train_rows,
-            seq_len=config.data.seq_len,
-            batch_size=train.batch_size,
-            seed=train.seed,
-            process_index=self._share,
-            process_count=self._shares,
-            start_step=run.first_step,
-        )
+        self._batches = run.task.rows(run.first_step, self._share, self._shares)
         self._log: MetricsLog | None = None
         if is_first:
             facts = run.out_dir, run.meta["config"], run.meta["run"], self.step
-            trackers = {n: functools.partial(TRACKERS[n][1], *facts) for n in train.trackers}
-            self._log = MetricsLog(
-                run.out_dir / METRICS, step=self.step, trackers=trackers, report=say
-            )
+            trackers = {name: TRACKERS[name][1](*facts) for name in train.trackers}
+            path = run.out_dir / METRICS
+            self._log = MetricsLog(path, step=self.step, trackers=trackers, report=say)
         # Seconds outside of steps, those of steps that waited for rows, and the first step without
         # a record and its time.
         self._idle, self._waited = 0.0, 0.0
@@ -472,15 +451,11 @@ class Trainer:
 
     def take_step(self) -> None:
         """Dispatches one step, and waits only if too many steps are in flight."""
-        first, last = self._profile or (0, 0)
-        if not self._is_tracing and first <= self.step + 1 <= last:
-            jax.profiler.start_trace(str(self.run.out_dir / "profile"))
-            self._is_tracing = True
         start = time.perf_counter()
         rows = next(self._batches)
         self._waited += time.perf_counter() - start
         if self.run.task.stage(self.step) != self._stage:
-            with self._off_the_clock():
+            with self.off_the_clock():
                 self._compile_train_step()
         self.state, metrics = self._train_step(self.state, self._place(rows), self.run.noise_key)
         self.step += 1
@@ -488,69 +463,66 @@ class Trainer:
         if len(self._ahead) > _MAX_AHEAD:
             jax.block_until_ready(self._ahead[-1 - _MAX_AHEAD])
         self._bar.update()
-        if self._is_tracing and self.step >= last:
-            self._settle()
-            self._stop_trace()
-            say(f"step {self.step}: the trace is in {self.run.out_dir / 'profile'}")
 
     def log(self) -> None:
-        """Records the mean of each metric over the steps since the last record that have it, and
-        the rates of these steps.
-        """
-        self._settle()
-        names = dict.fromkeys(name for figures in self._unlogged for name in figures)
-        figures = {
-            name: float(np.mean([figures[name] for figures in self._unlogged if name in figures]))
-            for name in names
-        }
-        self._unlogged = []
-        figures |= self.run.task.learning_rates(self._stage, self.step - 1)
-        figures |= self._rates()
-        self._record("train", figures)
-        rate = f"{figures['tokens_per_second']:,.0f} tokens/s"
-        self._bar.update(0, note=f"loss {figures['loss']:.3f}, {rate}")
-
-    def _rates(self) -> dict[str, float]:
-        """The rates of the steps since the last call, without the time outside of steps.
+        """Records the mean of each metric over the steps since the last record that have it, the
+        learning rates, and the rates of these steps, without the time outside of steps.
 
         ``input_seconds`` per step are those of ``step_seconds`` that waited for rows.
         ``flop_utilisation`` is model FLOP/s divided by the peak FLOP/s of the devices, if the peak
         is known. ``device_memory_bytes`` is the peak memory use of the fullest device of this
         process, if the backend reports it.
         """
+        self.settle()
+        names = dict.fromkeys(name for figures in self._unlogged for name in figures)
+        figures = {
+            name: float(np.mean([figures[name] for figures in self._unlogged if name in figures]))
+            for name in names
+        }
+        self._unlogged = []
         run, config = self.run, self.run.config
+        figures |= run.task.learning_rates(self._stage, self.step - 1)
         size = {"num_rows": config.train.batch_size, "num_positions": config.data.seq_len}
         first, since = self._since
         self._since = self.step, time.perf_counter() - self._idle
         steps, seconds = self.step - first, max(self._since[1] - since, 1e-9)
-        rates = {
-            "tokens_per_second": steps * math.prod(size.values()) / seconds,
+        tokens_per_second = steps * math.prod(size.values()) / seconds
+        figures |= {
+            "tokens_per_second": tokens_per_second,
             "step_seconds": seconds / steps,
             "input_seconds": self._waited / steps,
         }
         self._waited = 0.0
         if peak := peak_flops(run.task.mesh.devices.flat[0]):
             flops = model_flops(run.state.params, config.model, **size)
-            rates["flop_utilisation"] = steps * flops / seconds / (peak * run.task.mesh.size)
+            figures["flop_utilisation"] = steps * flops / seconds / (peak * run.task.mesh.size)
         stats = [device.memory_stats() or {} for device in jax.local_devices()]
         if in_use := max(one.get("peak_bytes_in_use", 0) for one in stats):
-            rates["device_memory_bytes"] = float(in_use)
-        return rates
+            figures["device_memory_bytes"] = float(in_use)
+        self._record("train", figures)
+        note = f"loss {figures['loss']:.3f}, {tokens_per_second:,.0f} tokens/s"
+        self._bar.update(0, note=note)
 
     def evaluate(self) -> None:
         """Records an evaluation on held-out text, and saves the model if it is the best so far. All
         evaluations use the same windows and noise.
         """
-        with self._off_the_clock():
+        run = self.run
+        with self.off_the_clock():
             figures = bound_of(*self.held_out())
-            self.bound = figures["bound"]
+            bound = self.bound = figures["bound"]
             self._record("evaluation", figures)
-            # Only one save runs at a time, because processes synchronise within a save.
-            self.run.checkpoints.wait()
-            meta = self.run.meta | {"step": self.step, "bound": self.bound}
-            is_best = self.run.best.offer(self.step, self.bound, self.state.best_params, meta)
+            if is_best := bound < self._lowest:
+                self._lowest = bound
+                # Only one save runs at a time, because processes synchronise within a save.
+                run.checkpoints.wait()
+                run.best.remove_from(self.step)
+                facts = {"figure": bound, "measured_on": windows_of(run.config)}
+                meta = run.meta | {"step": self.step, "bound": bound, "best": facts}
+                run.best.save(self.step, {"params": self.state.best_params}, meta)
+        half = half_width(figures.get("standard_error", math.nan), int(figures["windows"]))
         best = ", the best so far" if is_best else ""
-        say(f"step {self.step}: held-out {bound_line(figures)}{best}")
+        say(f"step {self.step}: held-out bound {bound:.4f}{plus_minus(half)} nats/token{best}")
 
     def held_out(self) -> tuple[np.ndarray, np.ndarray]:
         """The bound of each held-out window in nats, and its number of free tokens."""
@@ -565,20 +537,15 @@ class Trainer:
         free_N = num_scored(self.run.network, windows)
         return np.concatenate(jax.device_get(nats)), free_N
 
-    def sample(self, show_sample: ShowSample) -> None:
-        with self._off_the_clock():
-            show_sample(self.run, self.state, self.step)
-
     def save(self) -> None:
         """Saves the state unless a step since the last check was not finite."""
-        with self._off_the_clock():
+        with self.off_the_clock():
             self.run.best.wait()
             meta = {"step": self.step, "bound": self.bound, "unlogged": list(self._unlogged)}
             self.run.checkpoints.save(self.step, self.state, self.run.meta | meta)
 
     def close(self) -> None:
         self._bar.close()
-        self._stop_trace()
         if self._log is not None:
             self._log.close()
         self._batches.close()
@@ -608,7 +575,7 @@ class Trainer:
         for callback in self._callbacks:
             callback(self.run, self.state, record)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Waits for the steps in flight and raises an error if a metric of a step is not finite."""
         first = self.step - len(self._ahead) + 1
         fetched, self._ahead = jax.device_get(self._ahead), []
@@ -624,17 +591,12 @@ class Trainer:
             self._unlogged.append({name: float(x) for name, x in metrics.items()})
 
     @contextlib.contextmanager
-    def _off_the_clock(self) -> Iterator[None]:
+    def off_the_clock(self) -> Iterator[None]:
         """A context after the steps in flight, whose time is not that of steps."""
-        self._settle()
+        self.settle()
         start = time.perf_counter()
         yield
         self._idle += time.perf_counter() - start
-
-    def _stop_trace(self) -> None:
-        if self._is_tracing:
-            jax.profiler.stop_trace()
-            self._is_tracing, self._profile = False, None
 
 
 def describe(run: Run, report: Callable[[str], None] = say) -> None:

@@ -6,7 +6,7 @@ import pytest
 import dlm_jax.config as configs
 from dlm_jax.config import Config
 from dlm_jax.hf import UNPUBLISHED
-from dlm_jax.training.resume import LOCAL
+from dlm_jax.training.init_from import LOCAL
 
 ROOT = Path(__file__).parents[2]
 

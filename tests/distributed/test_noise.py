@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -38,7 +39,7 @@ def _trace_of(noise_B, tokens_BL):
 @functools.cache
 def _traces(mesh: str, parts: int) -> dict[str, float]:
     """What a training step draws for all objectives and heads, as metrics."""
-    real, of_critic = Task.losses, critic.critic_loss
+    real, targets_of, canvases = Task.losses, critic.critic_targets, []
     place = make_mesh(MeshConfig(**MESHES[mesh]), jax.devices()[: 1 if mesh == "1x1" else 2])
     optimizer, params = optax.sgd(0.1), jax.tree.map(np.copy, cases.params())
     state = TrainState(params, optimizer.init(params), np.int32(5))
@@ -58,16 +59,24 @@ def _traces(mesh: str, parts: int) -> dict[str, float]:
         tokens_BL = drawn.batch.tokens_BL
         return total, means | {f"in {name}": _trace_of(x, tokens_BL) for name, x in drawn_B.items()}
 
-    def critic_loss(network, params, filled_BL, *rest):
-        loss = of_critic(network, params, filled_BL, *rest)
-        return Loss(
-            loss.sum, loss.weight, {"filled": (_trace_of(filled_BL, filled_BL), jnp.ones(()))}
-        )
+    def critic_targets(*args, **settings):
+        canvases.append(targets_of(*args, **settings))
+        return canvases[-1]
+
+    head = task.heads["critic_head"]
+
+    def critic_loss(network, params, drawn):
+        total, weight = head.loss(network, params, drawn)[:2]
+        filled_BL, _ = canvases.pop()
+        return Loss(total, weight, {"filled": (_trace_of(filled_BL, filled_BL), jnp.ones(()))})
+
+    watched = {"critic_head": dataclasses.replace(head, loss=critic_loss)}
+    task = dataclasses.replace(task, heads={**task.heads, **watched})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Task, "losses", losses)
         patch.setattr(Task, "optimizer", lambda task, stage: optimizer)
-        patch.setattr(critic, "critic_loss", critic_loss)
+        patch.setattr(critic, "critic_targets", critic_targets)
         step = make_train_step(task, task.last_stage, state)
         _, metrics = jax.device_get(step(state, cases.batch(0), jax.random.key(5)))
     return {name: x for name, x in metrics.items() if name.startswith(("in ", "filled"))}

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dlm_jax.objectives.canvas_denoising import canvas_denoising
 from dlm_jax.objectives.corruption import LINEAR
-from dlm_jax.objectives.forward_process import PROCESSES
+from dlm_jax.objectives.forward_process import PROCESSES, canvas_denoising
 from dlm_jax.objectives.objective import Batch
 from dlm_jax.types import Network
 

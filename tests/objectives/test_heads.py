@@ -12,10 +12,9 @@ import stage_cases
 import toy
 
 from dlm_jax.config import Config, HeadsConfig, ObjectiveConfig
-from dlm_jax.distributed.partitions import path_name
 from dlm_jax.heads import critic
-from dlm_jax.heads.critic import critic_loss, critic_positions, critic_targets
-from dlm_jax.heads.sampler import SAMPLER, prepare_sampler_inputs, sampler_loss
+from dlm_jax.heads.critic import critic_positions, critic_targets
+from dlm_jax.heads.sampler import prepare_sampler_inputs
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.objective import Batch, Drawn, draw_all
 from dlm_jax.training.tasks import make_objectives
@@ -177,9 +176,11 @@ def test_the_loss_of_the_sampler_head_is_the_plain_mean_over_the_supervised_posi
     network = _network()
     shown, tokens, is_revealed, is_supervised = _supervised()
     inputs = _inputs(network, shown, tokens, is_revealed)
-    total = jnp.float32(is_supervised.sum())
-    drawn = _drawn(shown, tokens, is_supervised_BL=is_supervised)
-    loss = sampler_loss(network, _params(network), inputs, drawn, total, mask_id=toy.MASK)
+    hidden = _hidden(shown.shape)
+    drawn = _drawn(shown, tokens, hidden_BLD=hidden, is_supervised_BL=is_supervised)
+    drawn = drawn._replace(noise=(jnp.asarray(is_revealed), drawn.total))
+    (head,) = stage_cases.records(HeadsConfig(), add_sampler_head=True).values()
+    total, weight = head.loss(network, _params(network), drawn)[:2]
     nats = []
     for row, place in zip(*np.nonzero(is_supervised), strict=True):
         beside = (x[row, place][None] for x in inputs)
@@ -188,8 +189,8 @@ def test_the_loss_of_the_sampler_head_is_the_plain_mean_over_the_supervised_posi
         )
         logits[toy.MASK] = -np.inf
         nats.append(np.log(np.exp(logits).sum()) - logits[tokens[row, place]])
-    assert len(nats) == int(loss.weight) > 10
-    np.testing.assert_allclose(loss.sum / loss.weight, np.mean(nats), rtol=1e-5)
+    assert len(nats) == int(weight) > 10
+    np.testing.assert_allclose(total / weight, np.mean(nats), rtol=1e-5)
 
 
 def test_seven_of_ten_holes_are_revealed_to_the_sampler_head_by_default():
@@ -200,38 +201,6 @@ def test_seven_of_ten_holes_are_revealed_to_the_sampler_head_by_default():
     is_revealed_BL, num_supervised = head.draw(drawn, jax.random.key(0))
     assert float(is_revealed_BL.mean()) == pytest.approx(0.7, abs=0.02)
     assert num_supervised == 64 * 256
-
-
-def test_a_sampler_head_without_revealed_neighbours_warns_in_one_line():
-    with pytest.warns(UserWarning, match=r"^heads.sampler_reveal=0 .*; use 0.7$") as warned:
-        heads = stage_cases.records(HeadsConfig(sampler_reveal=0.0), add_sampler_head=True)
-    assert len(warned) == 1 and list(heads) == [SAMPLER]
-
-
-def _by_path(tree) -> dict[str, np.ndarray]:
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {path_name(path): np.asarray(leaf) for path, leaf in flat}
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_loss_of_the_sampler_head_has_a_gradient_in_the_head_alone(tied):
-    network = _network(tied=tied)
-    shown, tokens, is_revealed, is_supervised = map(jnp.asarray, _supervised())
-    length_B = jnp.asarray(LENGTH_B)
-
-    def loss(params):
-        hidden_BLD, _ = network.trunk(params, shown, length_B, None)
-        drawn = _drawn(shown, tokens, hidden_BLD=hidden_BLD, is_supervised_BL=is_supervised)
-        inputs = prepare_sampler_inputs(network, params, drawn, is_revealed, mask_id=toy.MASK)
-        return sampler_loss(network, params, inputs, drawn, jnp.float32(1), mask_id=toy.MASK).sum
-
-    gradients = _by_path(jax.jit(jax.grad(loss))(_params(network)))
-    assert any(path.startswith(SAMPLER) for path in gradients)
-    for path, gradient in gradients.items():
-        if path.startswith(SAMPLER):
-            assert np.isfinite(gradient).all() and np.abs(gradient).max() > 1e-3, path
-        else:
-            np.testing.assert_array_equal(gradient, np.zeros_like(gradient), err_msg=path)
 
 
 @pytest.mark.parametrize("masked_only", [True, False])
@@ -294,36 +263,6 @@ def test_a_neighbour_that_may_be_noise_shows_its_true_token_or_nothing():
     expected[np.arange(POSITIONS)[None] >= LENGTH_B[:, None]] = 0
     np.testing.assert_array_equal(left_BLCD[:, 1:, 0], expected[:, :-1])
     assert (is_revealed & is_noised & (shown != tokens) & (shown != toy.MASK)).any()
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _critic_loss_and_gradient(network, params, *targets):
-    def loss(params):
-        found = critic_loss(network, params, *targets, jnp.asarray(LENGTH_B), jnp.float32(7))
-        return found.sum / found.weight
-
-    return jax.value_and_grad(loss)(params)
-
-
-def test_the_loss_of_the_critic_is_the_binary_cross_entropy_of_the_filled_text():
-    network, params = _network(), _params(_network())
-    rng = np.random.default_rng(7)
-    filled = rng.integers(0, toy.MASK, (ROWS, POSITIONS)).astype(np.int32)
-    is_asked = (rng.random(filled.shape) < 0.5) & (np.arange(POSITIONS) < LENGTH_B[:, None])
-    is_wrong = rng.random(filled.shape) < 0.5
-    targets = map(jnp.asarray, (filled, is_wrong, is_asked))
-    value, gradient = _critic_loss_and_gradient(network, params, *targets)
-    hidden_BLD, _ = jax.jit(network.trunk)(params, jnp.asarray(filled), jnp.asarray(LENGTH_B), None)
-    kernel = np.asarray(params["critic_head"]["out"]["kernel"], np.float64)
-    chance_BL = 1 / (1 + np.exp(-(np.asarray(hidden_BLD, np.float64) @ kernel)[..., 0]))
-    nats_BL = -np.where(is_wrong, np.log(chance_BL), np.log(1 - chance_BL))
-    np.testing.assert_allclose(value, nats_BL[is_asked].sum() / 7, rtol=1e-5)
-    for path, leaf in _by_path(gradient).items():
-        if path.startswith(SAMPLER):
-            np.testing.assert_array_equal(leaf, np.zeros_like(leaf), err_msg=path)
-        else:
-            # The critic's second pass trains the trunk, by design.
-            assert np.abs(leaf).max() > 1e-4, path
 
 
 def test_the_critic_is_asked_which_tokens_are_random():

@@ -18,10 +18,10 @@ from dlm_jax.objectives.likelihood import (
     causal_nll,
     costs,
     half_width,
+    hidden_nll,
     ratio_and_error,
 )
-from dlm_jax.objectives.losses import cross_entropy
-from dlm_jax.objectives.objective import Batch, elbo_at
+from dlm_jax.objectives.objective import Batch
 from dlm_jax.types import Network
 
 LENGTH = 4
@@ -41,11 +41,7 @@ ROWS = ([0, 3, 7, 2], [5, 5, 5, 5], [1, 0, 11, 4])
 @jax.jit
 def _elbo_sum(params, batch, is_masked_BL):
     """Cross-entropy that each mask hides, weight 1."""
-    example = elbo_at(batch, is_masked_BL, jnp.ones(len(is_masked_BL)), mask_id=toy.MASK)
-    hidden_BLD, _ = toy.network().trunk(params, example.shown_BL, batch.length_B, None)
-    targets_BL, network = batch.tokens_BL, toy.network()
-    nll_BL = cross_entropy(network, params, hidden_BLD, targets_BL, mask_id=toy.MASK)
-    return jnp.sum(jnp.where(example.weight_BL > 0, example.weight_BL * nll_BL, 0.0))
+    return jnp.sum(hidden_nll(toy.network(), params, batch, is_masked_BL, mask_id=toy.MASK))
 
 
 def _row(tokens):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stage_cases
 from oracles.processes import Enumerated
 
 from dlm_jax.config import Config, ObjectiveConfig
@@ -23,7 +24,7 @@ from dlm_jax.objectives.forward_process import (
 )
 from dlm_jax.objectives.likelihood import costs
 from dlm_jax.objectives.objective import Batch, Drawn
-from dlm_jax.training.tasks import check_process
+from dlm_jax.training.tasks import make_objectives
 from dlm_jax.types import Network
 
 V, MASK, LENGTH = 5, 4, 2
@@ -217,4 +218,4 @@ def test_noise_has_its_shares_and_given_tokens_have_none(name):
 )
 def test_what_a_process_does_not_support_is_refused(objective, message):
     with pytest.raises(ValueError, match=message):
-        check_process(Config(objective=ObjectiveConfig(**objective)))
+        make_objectives(Config(objective=ObjectiveConfig(**objective)), stage_cases.TOKENIZER)

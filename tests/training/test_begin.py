@@ -20,8 +20,7 @@ from dlm_jax.data import CharacterTokenizer
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model.transformer import build
 from dlm_jax.store import load_params, save_weights
-from dlm_jax.training.init_from import load_initial_params
-from dlm_jax.training.resume import check_same_run
+from dlm_jax.training.init_from import check_same_run, load_initial_params
 from dlm_jax.training.train_step import TrainState
 from dlm_jax.training.trainer import prepare
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import math
 
 import numpy as np
@@ -13,63 +13,50 @@ import dlm_jax
 import dlm_jax.config as configs
 from dlm_jax.store import Checkpoints, load_params
 from dlm_jax.training import trainer
-from dlm_jax.training.resume import FOLDER, Best
+from dlm_jax.training.init_from import BEST, check_identity, windows_of
 
 META = {"config": {"model": {}}, "tokenizer": {}}
-
-
-@contextlib.contextmanager
-def _best(out_dir, **changes):
-    config = configs.load(None, tiny_run.flags(out_dir, **changes))
-    with Checkpoints(out_dir / FOLDER, keep=1) as checkpoints:
-        yield Best(checkpoints, config, META | {"run": ""}, is_new=False)
 
 
 def _params(value):
     return {"w": np.full(3, value, np.float32)}
 
 
-def _offer(best, step, figure):
-    found = best.offer(step, figure, _params(step), META | {"run": ""})
-    best.wait()
-    return found
+@pytest.fixture
+def best(tmp_path):
+    """The best model of a run, at step 8 with a figure of 2."""
+    config = configs.load(None, tiny_run.flags(tmp_path))
+    with Checkpoints(tmp_path / BEST, keep=1) as checkpoints:
+        figures = {"figure": 2.0, "measured_on": windows_of(config)}
+        checkpoints.save(8, {"params": _params(8)}, META | {"run": "", "best": figures})
+        checkpoints.wait()
+        yield checkpoints, config
 
 
-def _saved(out_dir):
-    return load_params(out_dir / FOLDER)[0]["w"].tolist()
+def _figure(best, **changes):
+    checkpoints, config = best
+    train = dataclasses.replace(config.train, **changes)
+    config = dataclasses.replace(config, train=train)
+    return check_identity(checkpoints, config, "", starts_again=False)
 
 
-def test_the_lowest_figure_is_saved_and_a_later_run_knows_it(tmp_path):
-    with _best(tmp_path) as best:
-        offers = [_offer(best, *pair) for pair in ((2, 3.0), (4, 2.0), (6, 2.5), (8, math.nan))]
-    assert offers == [True, True, False, False]
-    assert _saved(tmp_path) == [4.0] * 3
-    with _best(tmp_path) as best:
-        # A killed run takes the same steps again.
-        assert [_offer(best, *pair) for pair in ((2, 3.0), (4, 2.0), (12, 1.5))] == [
-            False, False, True,
-        ]  # fmt: skip
-    assert _saved(tmp_path) == [12.0] * 3
+def test_a_later_run_knows_the_figure_unless_it_measures_on_other_windows(best):
+    assert _figure(best) == 2.0
+    assert _figure(best, eval_windows=2) == math.inf
 
 
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_a_damaged_model_is_replaced_and_figures_over_other_windows_are_not_compared(
-    tmp_path, is_damaged
-):
-    with _best(tmp_path) as best:
-        assert _offer(best, 8, 2.0)
-    if is_damaged:
-        (tmp_path / FOLDER / "step_00000008" / "manifest" / "metadata").write_text("{")
-    with _best(tmp_path, **({} if is_damaged else {"train__eval_windows": 2})) as best:
-        assert best.figure is None
-        assert _offer(best, 10, 9.0)
-    assert _saved(tmp_path) == [10.0] * 3
+def test_a_damaged_best_model_has_no_figure_and_is_replaced(best, tmp_path):
+    (tmp_path / BEST / "step_00000008" / "manifest" / "metadata").write_text("{")
+    assert _figure(best) == math.inf
+    best[0].save(10, {"params": _params(10)}, META)
+    best[0].wait()
+    assert load_params(tmp_path / BEST)[0]["w"].tolist() == [10.0] * 3
 
 
 @pytest.fixture
 def falling_then_rising(monkeypatch):
-    """Evaluations that are best in the middle of the run."""
-    figures = iter([3.0, 2.0, 4.0, 5.0])
+    """Evaluations that are best in the middle of the run; the first of two equal ones is."""
+    figures = iter([3.0, 2.0, 2.0, math.nan])
     of = trainer.bound_of
 
     def bound_of(nats_N, free_N):

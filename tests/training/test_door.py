@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import toy
 
 import dlm_jax.config as configs
 from dlm_jax.heads import MAIN
-from dlm_jax.training import problem, train
+from dlm_jax.training import prepare, problem, train, trainer
+from dlm_jax.training.init_from import part_name
 from dlm_jax.training.optimisers import learning_rate, make_optimizer, rates_of
-from dlm_jax.training.resume import part_name
 from dlm_jax.training.tasks import make_task
 from dlm_jax.types import Axes
 
@@ -131,7 +132,7 @@ def test_another_optimiser_is_refused_on_resume(folder, optimizer, schedule, mes
 
 def test_optimisers_have_one_name_exactly_if_they_have_the_same_parts_and_numbers():
     def name(*parts: optax.GradientTransformation) -> str:
-        return part_name("optimizer", optax.chain(*parts))
+        return part_name("optimizer", optax.chain(*parts), toy.params())
 
     clip, decayed = optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1)
     falling = optax.exponential_decay(1e-3, 10, 0.5)
@@ -144,9 +145,13 @@ def test_optimisers_have_one_name_exactly_if_they_have_the_same_parts_and_number
     assert len(set(names)) == len(names)
     again = optax.clip_by_global_norm(1.0), optax.adam(optax.exponential_decay(1e-3, 10, 0.5))
     assert name(*again) == names[3]
-    known = part_name("schedule", optax.constant_schedule(0.5))
-    assert known != part_name("schedule", optax.constant_schedule(0.25))
-    assert known == part_name("schedule", optax.constant_schedule(0.5))
+    known = _schedule_name(0.5)
+    assert known != _schedule_name(0.25)
+    assert known == _schedule_name(0.5)
+
+
+def _schedule_name(value: float) -> str:
+    return part_name("schedule", optax.constant_schedule(value), {})
 
 
 PLAIN = {"model__add_sampler_head": False, "optim__warmup_steps": 2, "train__steps": 3}
@@ -237,3 +242,21 @@ def test_the_gradient_of_a_problem_is_zero_where_nothing_trains(folder):
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     has_gradient = {n: any(leaf.any() for leaf in jax.tree.leaves(grads[n])) for n in grads}
     assert has_gradient == dict.fromkeys(params, False) | {"sampler_head": True}
+
+
+def test_hosts_compare_the_source_code_of_custom_parts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    compared: list[dict] = []
+    monkeypatch.setattr(trainer, "check_same_everywhere", compared.append)
+    for factor in ("1.0", "0.5"):
+        (tmp_path / "factors_here.py").write_text(f"def constant(step):\n    return {factor}\n")
+        import factors_here  # type: ignore[import-not-found]
+
+        with tiny_run.on_devices(1):
+            flags = tiny_run.flags(tmp_path / "run")
+            run = prepare(configs.load(None, flags), schedule=factors_here.constant, report=print)
+        run.checkpoints.close()
+    name = "source code of schedule"
+    before, after = (facts[name] for facts in compared if name in facts)
+    assert before != after
+    del sys.modules["factors_here"]

@@ -9,8 +9,8 @@ import tiny_run
 
 from dlm_jax.store import load_meta, load_params
 from dlm_jax.store.checkpoints import read_manifest
+from dlm_jax.training.init_from import config_of_run
 from dlm_jax.training.metrics import read_records
-from dlm_jax.training.resume import config_of_run
 
 SHORT = {"train__steps": 8, "train__keep_checkpoints": 1}
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_another_run_in_the_place_of_the_own_is_not_continued(ru
     shutil.rmtree(ours / "best")
     _refused(
         ours,
-        r"metrics.jsonl contains metrics of run \w+, which has other checkpoints; move it",
+        r"contains metrics of run \w+, which has other checkpoints or another config; move",
     )
 
 
@@ -110,7 +110,7 @@ def test_a_run_that_began_anew_and_stopped_before_its_first_best_continues(ours,
 def test_a_new_run_of_another_config_changes_nothing_where_metrics_lie(ours):
     for part in ("checkpoints", "best"):
         shutil.rmtree(ours / part)
-    told = r"metrics of run \w+, which has another config; move it"
+    told = r"metrics of run \w+, which has other checkpoints or another config; move it"
     _refused(ours, told, model__width=32)
     text = ours.parent / "other.txt"
     text.write_text("Another text that is read from the start. " * 60)

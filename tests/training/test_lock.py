@@ -14,7 +14,7 @@ from dlm_jax.training.trainer import prepare, run_loop
 
 def _locks(directory) -> bool:
     try:
-        DirectoryLock().lock(directory, "train.out_dir")
+        DirectoryLock().lock_all({"train.out_dir": directory})
     except ValueError:
         return False
     return True
@@ -22,9 +22,9 @@ def _locks(directory) -> bool:
 
 def test_a_directory_is_one_process_s_until_it_lets_go(tmp_path):
     lock = DirectoryLock()
-    lock.lock(tmp_path, "train.out_dir")
+    lock.lock_all({"train.out_dir": tmp_path})
     with pytest.raises(ValueError, match="is in use by another run; wait until it ends, or use"):
-        DirectoryLock().lock(tmp_path, "train.out_dir")
+        DirectoryLock().lock_all({"train.out_dir": tmp_path})
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         assert not pool.apply(_locks, (tmp_path,))

@@ -16,7 +16,7 @@ import pytest
 import tiny_run
 
 import dlm_jax.config as configs
-from dlm_jax.training.resume import check_same_run, config_of_run
+from dlm_jax.training.init_from import check_same_run, config_of_run
 from dlm_jax.training.signals import StopRequest
 from dlm_jax.training.trainer import Trainer
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import sys
 import types
 
+import jax
 import pytest
 import tiny_run
+import toy
 
 import dlm_jax.config as configs
 from dlm_jax.cli import train
 from dlm_jax.cli.train import parse_span
+from dlm_jax.model.transformer import build
 from dlm_jax.training import metrics, trainer
-from dlm_jax.training.metrics import MetricsLog, read_records
+from dlm_jax.training.metrics import read_records
 from dlm_jax.training.plan import model_flops
-from dlm_jax.training.trainer import Trainer
+from dlm_jax.training.trainer import Trainer, describe, prepare
 
 SHORT = {
     "train__steps": 6,
@@ -101,13 +104,13 @@ def test_a_trace_begins_and_ends_once_and_waits_for_its_last_step(tmp_path, monk
     monkeypatch.setattr(Trainer, "_place", noting)
     monkeypatch.setattr("jax.profiler.start_trace", lambda path: log.append("start"))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: log.append("stop"))
-    settle = Trainer._settle
+    settle = Trainer.settle
 
     def settling(trainer):
         settle(trainer)
         log.append(f"settled {trainer.step}")
 
-    monkeypatch.setattr(Trainer, "_settle", settling)
+    monkeypatch.setattr(Trainer, "settle", settling)
     given = SHORT | {"train__log_every": 6, "train__eval_every": 6}
     flags = tiny_run.flags(tmp_path, **given)
     with tiny_run.on_devices(1):
@@ -138,9 +141,9 @@ def test_weights_and_biases_is_given_the_records_where_it_is_asked_for(tmp_path,
     module.init = lambda **given: log.append(("init", given["name"], given["id"])) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     for identity in ("a", "a", "b"):
-        tracker = metrics.TRACKERS["wandb"][1](tmp_path / "run", {"a": 1}, identity, 0)
-        tracker.write(3, {"train/loss": 2.5})
-        tracker.close()
+        write, close = metrics.TRACKERS["wandb"][1](tmp_path / "run", {"a": 1}, identity, 0)
+        write(3, {"train/loss": 2.5})
+        close()
     assert log[1:3] == [(3, {"train/loss": 2.5}), ("finish",)]
     assert log[0][:2] == ("init", "run")
     assert log[0] == log[3], "started again, it is the same run there"
@@ -169,27 +172,20 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused(tmp_path, capsys,
     )
 
 
-def test_a_tracker_that_ctrl_c_interrupts_is_closed(tmp_path):
-    closed = []
+def test_the_summary_has_the_size_what_is_not_the_default_and_undeclared_matrices(tmp_path):
+    said: list[str] = []
 
-    class Interrupted:
-        def write(self, step, figures):
-            raise KeyboardInterrupt
+    def network(config):
+        return dataclasses.replace(build(config), axes=None)
 
-        def close(self):
-            closed.append(self)
-
-    log = MetricsLog(tmp_path / "metrics.jsonl", step=6, trackers={"one": Interrupted})
-    with pytest.raises(KeyboardInterrupt), contextlib.closing(log):
-        log.write(kind="train", step=7)
-    assert len(closed) == 1
-
-
-def test_the_plot_of_a_run_is_drawn_on_demand(finished, tmp_path, capsys):
-    picture = finished[0] / "loss.png"
-    assert train.main(["--plot", str(picture.parent)]) == 0
-    assert f"wrote {picture}" in capsys.readouterr().err
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit):
-        train.main(["--plot", str(tmp_path / "nowhere")])
-    assert "has no metrics.jsonl; pass the directory of a run" in capsys.readouterr().err
+    with tiny_run.on_devices(1):
+        flags = tiny_run.flags(tmp_path / "run", optim__name="adamw")
+        run = prepare(configs.load(None, flags), network=network, report=said.append)
+    with run.checkpoints:
+        describe(run, said.append)
+    total = sum(leaf.size for leaf in jax.tree.leaves(run.state.params))
+    assert any(line.startswith(f"model of {total:,} parameters on cpu, mesh ") for line in said)
+    (line,) = [line for line in said if line.startswith("not default: [model]")]
+    assert "depth=2 width=16 heads=2" in line
+    (line,) = [line for line in said if line.startswith("without Network.axes, matrices by rank: ")]
+    assert set(line.split(": ")[1].split(", ")) == toy.matrices(build(run.config.model))
