@@ -106,6 +106,23 @@ def ranges_of(op: Any, argument: Any) -> tuple[bool, list[Any]]:
     return argument[0][0] is sre.NEGATE, items
 
 
+def num_characters(tree: Tree) -> int:
+    """The number of characters of an expression whose repeats are written out."""
+    total = 0
+    for op, argument in tree:
+        if op in CLASSES:
+            # A character outside ASCII has states between its bytes.
+            total += 8 if ranges_of(op, argument)[0] else 1
+        elif op is sre.BRANCH and argument[1][0] and argument[1][0][0][0] is not sre.ASSERT:
+            total += sum(map(num_characters, argument[1]))
+        elif op is sre.SUBPATTERN:
+            total += num_characters(argument[3])
+        elif op is sre.MAX_REPEAT:
+            low, high, inner = argument
+            total += num_characters(inner) * max(1, low, 0 if high is sre.MAXREPEAT else high)
+    return total
+
+
 _Rows = tuple[dict[int, int], ...]
 """An automaton for one character: the next row for each byte of each row; -1 is the end."""
 
