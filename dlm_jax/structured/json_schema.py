@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from dlm_jax.structured.regex import LONGEST, num_characters, parsed
 
-DEPTH = 3
+_DEPTH = 3
 """Maximum depth to which a recursive reference is expanded."""
 
 _SIZES = (
@@ -31,8 +31,6 @@ _MOST_CHARACTERS = 4200
 _MOST_PARTS = 1 << 14
 _DIGITS = 15  # of decimal numbers that floats tell apart
 _FRACTION = 6  # digits of the fraction of a bounded number
-_UNSAFE = r'"\\\x00-\x1f'
-_ESCAPED = ['"', "\\", *map(chr, range(0x20))]
 _CHARACTER = r'([^"\\\x00-\x1F\x7F-\x9F]|\\["\\/bfnrt])'
 _STRING = f'"{_CHARACTER}*"'
 _INTEGER = "(-)?(0|[1-9][0-9]*)"
@@ -72,7 +70,7 @@ _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"
 _OF_TYPE = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "minItems", "maxItems"),
-    "string": ("minLength", "maxLength", "pattern", "format"),
+    "string": ("minLength", "maxLength", "format"),
     "integer": (*_LOWER, *_UPPER),
     "number": (*_LOWER, *_UPPER),
     "boolean": (),
@@ -81,14 +79,12 @@ _OF_TYPE = {
 _KINDS = {bool: "boolean", str: "string", list: "array", type(None): "null", dict: "object"}
 _ALONE = {"$ref": (), "allOf": (), "anyOf": (), "const": ("type",), "enum": ("type",)}
 """Keywords that describe a value on their own, and the keywords that are allowed beside them."""
+_REMEDIES = {"oneOf": "use anyOf", "pattern": "use format or enum"}
 
 
-def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> str:
-    """Returns a regular expression for texts that a JSON schema allows.
-
-    Args:
-      schema: the schema.
-      depth: maximum depth to which a recursive reference is expanded.
+def regex_of_schema(schema: Mapping[str, Any] | bool) -> str:
+    """Returns a regular expression for texts that a JSON schema allows. Recursive references are
+    expanded to three levels.
 
     Raises:
       ValueError: the schema has an unsupported keyword or value, or allows no text.
@@ -96,11 +92,11 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
     pattern = ""
     for most, any_depth in _SIZES:
         try:
-            written = _SchemaWriter(schema, depth, most, any_depth).value(schema, "#")
+            written = _SchemaWriter(schema, most, any_depth).value(schema, "#")
         except RecursionError:
             raise _refused("#", "it is nested too deeply") from None
         if written is None:
-            raise _refused("#", f"no value matches within {depth} levels")
+            raise _refused("#", f"no value matches within {_DEPTH} levels")
         pattern = written
         if len(pattern) <= LONGEST and num_characters(parsed(pattern)) <= _MOST_CHARACTERS:
             break
@@ -123,8 +119,8 @@ class _SchemaWriter:
     `any_depth` levels.
     """
 
-    def __init__(self, root: Any, depth: int, most: int, any_depth: int):
-        self._root, self._depth, self._most, self._any_depth = root, depth, most, any_depth
+    def __init__(self, root: Any, most: int, any_depth: int):
+        self._root, self._most, self._any_depth = root, most, any_depth
         self._references: list[str] = []
         self._num_parts = 0
 
@@ -151,7 +147,7 @@ class _SchemaWriter:
                 raise _refused(where, f"{name!r} beside {alone} is not supported; remove it")
         if "$ref" in schema:
             name = schema["$ref"]
-            if self._references.count(name) > self._depth:
+            if self._references.count(name) > _DEPTH:
                 return None
             self._references.append(name)
             pattern = self.value(self._target(name, where), where)
@@ -177,8 +173,8 @@ class _SchemaWriter:
         known = {"type", "format"}.union(*(_OF_TYPE[kind] for kind in kinds))
         for name in names:
             if name not in known and not (name == "uniqueItems" and schema[name] is False):
-                advice = "use anyOf" if name == "oneOf" else "remove it"
-                raise _refused(where, f"{name!r} is not supported; {advice}")
+                remedy = _REMEDIES.get(name, "remove it")
+                raise _refused(where, f"{name!r} is not supported; {remedy}")
         writers = {
             "object": self._object,
             "array": self._array,
@@ -203,16 +199,13 @@ class _SchemaWriter:
 
     def _string(self, schema: Mapping[str, Any], where: str) -> str | None:
         low, high = self._counts(schema, "Length", where)
-        name, pattern = schema.get("format"), schema.get("pattern")
-        if name is not None and (not isinstance(name, str) or name in _OTHER_FORMATS):
+        name = schema.get("format", "")
+        if not isinstance(name, str) or name in _OTHER_FORMATS:
             raise _refused(where, f"format {name!r} is not supported; use one of {list(_FORMATS)}")
-        form = _FORMATS.get(name or "")
-        if (form is not None) + (pattern is not None) + bool(low or high is not None) > 1:
-            raise _refused(where, "pattern, format and lengths cannot be combined; keep one")
-        if pattern is not None:
-            form = _in_string(pattern, where)
-        if form is not None:
-            return f'"({form})"'
+        if name in _FORMATS:
+            if low or high is not None:
+                raise _refused(where, "a format and lengths cannot be combined; keep one")
+            return f'"({_FORMATS[name]})"'
         return f'"{_CHARACTER}{_times(low, high)}"' if high is None or low <= high else None
 
     def _counts(self, schema: Mapping[str, Any], name: str, where: str) -> tuple[int, int | None]:
@@ -366,69 +359,15 @@ def _decimals(low: int, high: int, size: int) -> list[str]:
             digits, low = f"[1-9][0-9]{_times(width - size - 1, most - size - 1)}", 10**most
             parts.append(digits + (rf"\.[0-9]{{{size}}}" if size else ""))
             continue
-        free = 0  # digits behind the one that differs
-        while (
-            free < width - 1 and low % 10 ** (free + 1) == 0 and low + 10 ** (free + 1) - 1 <= high
-        ):
-            free += 1
-        unit = 10**free
+        free, unit = 0, 1  # the digits behind the one that differs
+        while free < width - 1 and low % (10 * unit) == 0 and low + 10 * unit - 1 <= high:
+            free, unit = free + 1, 10 * unit
         digit = low // unit % 10
         last = min(9, digit + (high - low + 1) // unit - 1)
-        digits = [
-            *str(low // unit).zfill(width - free)[:-1],
-            f"[{digit}-{last}]",
-            *["[0-9]"] * free,
-        ]
-        digits[len(digits) - size :] = [r"\." * (size > 0), *digits[len(digits) - size :]]
+        begin = str(low // unit).zfill(width - free)[:-1]
+        digits = [*begin, f"[{digit}-{last}]", *["[0-9]"] * free]
+        if size:
+            digits.insert(len(digits) - size, r"\.")
         parts.append("".join(digits))
         low += (last - digit + 1) * unit
     return parts
-
-
-_BOTH = {"d": "0-9", "w": "0-9A-Za-z_", "s": " "}
-"""What a class of characters matches in both Python and ECMA-262."""
-_EITHER = {"d": r"\d", "w": r"\w", "s": r"\s\ufeff"}
-"""What it matches in one of them."""
-_ITEM = r"(?:\\[dws]|\\[^\w\s]|[^]\\[])"
-_PIECE = re.compile(
-    rf"(?P<set>\[\^?{_ITEM}+\])|\\(?P<class>[dwsDWS])|(?P<any>\.)|(?P<same>"
-    r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??(?![*+?{])|\((?:\?:|(?!\?))|[)|]"
-    r'|\\[^\w\s"\\]|[^]\\"\x00-\x1f^$[{}.*+?()|])'
-)
-"""A part of a pattern that has a meaning in both."""
-
-
-def _in_string(pattern: str, where: str) -> str:
-    r"""The expression for the JSON text, between quotes, of strings that match a pattern.
-
-    Classes of characters match what both Python and ECMA-262 match: ``\d`` and ``\w`` are ASCII.
-    """
-
-    def refused(why: str) -> _Refusal:
-        return _refused(where, f"pattern {pattern[:60]!r}: {why}")
-
-    text = pattern.removeprefix("^").removesuffix("$")
-    try:
-        parsed(text)
-    except ValueError as error:
-        raise refused(str(error)) from None
-    parts, end = [], 0
-    while end < len(text):
-        piece = _PIECE.match(text, end)
-        if piece is None:
-            raise refused(f"{text[end : end + 9]!r} is not supported, or differs in ECMA-262")
-        end = piece.end()
-        if piece["any"]:
-            parts.append(rf"[^{_UNSAFE}\u2028\u2029]")
-        elif piece["same"]:
-            parts.append(piece["same"])
-        else:
-            name = piece["class"] or ""
-            inside = piece["set"] or f"[{'^' * name.isupper()}\\{name.lower()}]"
-            is_not = inside.startswith("[^")
-            for letter, characters in (_EITHER if is_not else _BOTH).items():
-                inside = inside.replace(f"\\{letter}", characters)
-            if not is_not and any(re.match(inside, character) for character in _ESCAPED):
-                raise refused(f"{inside!r} has characters that JSON escapes; leave them out")
-            parts.append(f"{inside[:-1]}{_UNSAFE if is_not else ''}]")
-    return "".join(parts)
