@@ -14,7 +14,6 @@ import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +22,8 @@ import numpy as np
 from dlm_jax import Engine, Model, Network, Request, Status, load, make_requests
 from dlm_jax.config import layered
 from dlm_jax.data import HubTokenizer
-from dlm_jax.inference.reader import TextReader
 from dlm_jax.inference.request import settings_of_call
-from dlm_jax.inference.results import canvas_size
+from dlm_jax.inference.results import TextReader, canvas_size
 from dlm_jax.inference.scoring import compiled
 from dlm_jax.objectives.likelihood import bound_at, causal_costs
 from dlm_jax.objectives.objective import Batch
@@ -164,12 +162,11 @@ def texts(
     written = [""] * len(requests)
     readers: dict[int, TextReader] = {}
 
-    def numbered() -> Iterator[Request]:
+    def numbered() -> Iterator[Request | None]:
         for number, (request, until) in enumerate(requests):
             if request is not None:
-                request = replace(request, number=number)
                 readers[number] = TextReader(model, request, until)
-                yield request
+            yield request
 
     with Engine(model, sizes=(slots,)) as engine:
         for row in engine.run(numbered(), num_steps=2, is_watched=True):
