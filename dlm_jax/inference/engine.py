@@ -174,8 +174,8 @@ class Engine:
           num_steps: as in `step`.
           is_watched: whether the rows of `requests` are also yielded while they run.
         """
-        for rows in self.turns(requests, num_steps=num_steps, is_watched=is_watched):
-            yield from rows
+        turns = self.turns(requests, num_steps=num_steps, is_watched=is_watched)
+        return itertools.chain.from_iterable(turns)
 
     def turns(
         self,
@@ -584,7 +584,7 @@ class AsyncEngine:
         """
         engine, rows = self.engine, asyncio.Queue[Row | Exception]()
         self._require_running()
-        if engine.share[1] == 1 and not self._is_closing and not engine.is_compiled(request):
+        if engine.share[1] == 1 and not engine.is_compiled(request):
             # Rows of other programs go on; all processes compile together.
             await asyncio.to_thread(engine.warm_up, request)
         self._require_running()

@@ -397,10 +397,30 @@ def replay(
         other draws are conditioned on them (``fill="wavefront"``).
 
     Raises:
-      ValueError: the trace has a different vocabulary, or needs a head that the model lacks.
+      ValueError: the trace has a different vocabulary, needs a head that the model lacks, or has
+        inconsistent arrays.
     """
+    if not isinstance(trace, Trace):
+        raise ValueError(f"trace is a {type(trace).__name__}, not that of generate(trace=True)")
     network = model.network if isinstance(model, Model) else model
-    _check_trace(model, network, trace)
+    problem, is_same = "", trace.vocab_size == network.vocab_size
+    if is_same and isinstance(model, Model):
+        is_same = trace.vocabulary in ("", model.vocabulary)
+        is_same &= trace.mask_id == model.tokenizer.mask_id
+    shape = np.shape(trace.canvas)
+    arrays = trace.tokens, trace.is_written, trace.logprobs, trace.level
+    counts = {np.shape(x)[:1] for x in jax.tree.leaves(trace)}
+    if not is_same:
+        problem = f"has another vocabulary than the model, which has {network.vocab_size} ids"
+    elif "head:sampler" in trace.rules.fill.needs and "sampler" not in network.heads:
+        problem = f"uses fill={trace.rules.fill.name!r}, whose sampler head the model lacks"
+    elif len(shape) != 3 or any(np.shape(x) != shape for x in arrays) or len(counts) != 1:
+        problem = "has arrays that differ in rows, steps or positions"
+    if problem:
+        raise ValueError(
+            f"the trace {problem}; replay it, or its rows by trace.rows(index), with the model "
+            "that sampled it"
+        )
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((params, trace)))
     rows = None if is_traced else split_rows(params)
     program = Program(
@@ -428,16 +448,3 @@ def _compiled(
 
     options = compiler.options("sample", program.rows, compiler_options)
     return jax.jit(run, compiler_options=options)
-
-
-def _check_trace(model: Model | Network, network: Network, trace: Trace) -> None:
-    problem, is_same = "", trace.vocab_size == network.vocab_size
-    if is_same and isinstance(model, Model):
-        is_same = trace.vocabulary in ("", model.vocabulary)
-        is_same &= trace.mask_id == model.tokenizer.mask_id
-    if not is_same:
-        problem = f"has another vocabulary than the model, which has {network.vocab_size} ids"
-    elif "head:sampler" in trace.rules.fill.needs and "sampler" not in network.heads:
-        problem = f"uses fill={trace.rules.fill.name!r}, whose sampler head the model lacks"
-    if problem:
-        raise ValueError(f"the trace {problem}; replay it with the model that sampled it")

@@ -107,7 +107,6 @@ class Texts:
       committed: int32 ``[R, L]``, index of the step that wrote each token, starting at 0; -1 at
         given tokens, draft tokens, and tokens written by an edit or re-noising.
       read_back: read-back records of each row in commit order; empty if not requested.
-      seconds: float64 ``[R]``, seconds that each row spent in a slot.
       trace: all draws of the rows with ``trace=True``; None otherwise.
       programs: slots and canvas length of each program that has run.
     """
@@ -121,7 +120,6 @@ class Texts:
     logprobs: np.ndarray
     committed: np.ndarray
     read_back: tuple[tuple[Written, ...], ...]
-    seconds: np.ndarray
     trace: Trace | None = None
     programs: tuple[str, ...] = ()
 
@@ -157,7 +155,6 @@ def texts_of(model: Model, rows: Mapping[int, Row], programs: tuple[str, ...] = 
         logprobs=table("logprobs", 0, np.float32),
         committed=table("committed", -1, np.int32),
         read_back=tuple(row.read_back for row in ordered),
-        seconds=np.array([row.seconds for row in ordered]),
         trace=trace,
         programs=programs,
     )

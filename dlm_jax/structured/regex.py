@@ -236,7 +236,7 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
                 first = again if count >= high - low else add([(again, None), (behind, None)])
             return first
         is_behind = op in (sre.ASSERT, sre.ASSERT_NOT) and argument[0] == -1
-        (inner, code), *others = (is_behind and argument[1]) or [(None, None)]
+        (inner, code), *others = (is_behind and argument[1]) or [(None, 0)]
         if inner is not sre.LITERAL or code >= 128 or others:
             raise ValueError(
                 f"{str(op).lower()} is not supported; use no flags, back-references, possessive "
