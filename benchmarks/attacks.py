@@ -230,7 +230,7 @@ def _command_lines(
     yield "flags", train.main, [*flags(folder, out_dir), "--model.depth", "3"]
     for text in ("no gap", "<hole:0>", "<hole:99999999999999999999>", "<hole:x>"):
         yield "flags", sample.main, [*run, "--template", text]
-    for flag in ("num-samples", "max-length", "seed", "batch-size", "read-back"):
+    for flag in ("num-samples", "max-length", "seed", "batch-size"):
         for value in BAD[int]:
             yield "flags", sample.main, [*run, f"--{flag}={value}"]
 

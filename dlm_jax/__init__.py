@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from dlm_jax.config import SamplingParams as SamplingParams
     from dlm_jax.inference.engine import AsyncEngine as AsyncEngine
     from dlm_jax.inference.engine import Engine as Engine
+    from dlm_jax.inference.generate import Sampled as Sampled
+    from dlm_jax.inference.generate import Sampler as Sampler
     from dlm_jax.inference.generate import chain_report as chain_report
     from dlm_jax.inference.generate import generate as generate
+    from dlm_jax.inference.generate import replay as replay
+    from dlm_jax.inference.generate import sampler as sampler
     from dlm_jax.inference.generate import stream as stream
     from dlm_jax.inference.host import Candidates as Candidates
     from dlm_jax.inference.model import Model as Model
     from dlm_jax.inference.model import export as export
     from dlm_jax.inference.model import load as load
-    from dlm_jax.inference.pure import Sampled as Sampled
-    from dlm_jax.inference.pure import Sampler as Sampler
-    from dlm_jax.inference.pure import replay as replay
-    from dlm_jax.inference.pure import sampler as sampler
     from dlm_jax.inference.request import Request as Request
     from dlm_jax.inference.request import make_requests as make_requests
     from dlm_jax.inference.results import Row as Row
@@ -82,9 +82,8 @@ _NAMES = {
     "config": "MeshConfig SamplingParams",
     "inference.host": "Candidates",
     "inference.engine": "AsyncEngine Engine",
-    "inference.generate": "chain_report generate stream",
+    "inference.generate": "Sampled Sampler chain_report generate replay sampler stream",
     "inference.model": "Model export load",
-    "inference.pure": "Sampled Sampler replay sampler",
     "inference.request": "Request make_requests",
     "inference.results": "Row Texts",
     "inference.scoring": "Score score",

@@ -67,8 +67,12 @@ _ADVICE = {
     "it was removed; use a larger block_length": "open_blocks open_share",
     "it was removed; use sampler_min_neighbors_ratio": "sampler_ratio_by_density",
     "it is named sample.sampler_min_neighbors_ratio here": "sampler_min_neighbors_ratio",
+    "it was removed; pass max_candidates in Python": "max_candidates",
+    "it was removed; pass read_back=True in Python": "read_back",
+    "a line of a file is one row; repeat the line": "n",
     "it was removed; use a loop of the shell": "sweep",
     "it was removed; use train.trackers, or plot metrics.jsonl": "plot",
+    "it was removed; --text reads prompts and responses": "pairs",
     "it was removed; python -m benchmarks generate measures steps": "time_steps",
     "the harness does not read it; pass a loaded model in Python": "ignore_config",
 }

@@ -20,7 +20,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
     `done` of `total` pieces (None if unknown) were finished earlier. The remaining time is that of
     the mean rate up to the last finished piece, without the seconds that `idle` returns, which went
-    into other work. `compiling` returns the name of a program while it is compiled.
+    into other work.
     """
 
     def __init__(
@@ -31,13 +31,12 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         *,
         done: int = 0,
         idle: Callable[[], float] = lambda: 0.0,
-        compiling: Callable[[], str] = lambda: "",
         stream: TextIO | None = None,
         is_shown: bool = True,
     ):
         self._name, self._total, self._unit = name, total, unit
         self._done_before = self._done = done
-        self._idle, self._note, self._compiling = idle, "", compiling
+        self._idle, self._note = idle, ""
         self._start, self._seconds = time.perf_counter() - idle(), 0.0
         self.close = _repeat(self.line, stream) if is_shown else lambda: None
 
@@ -58,16 +57,14 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     def line(self) -> str:
         """The progress as one line."""
         finished, of = self._done - self._done_before, ""
-        left = compiling = ""
+        left = ""
         if self._total is not None:
             of = f" of {self._total:,}"
             if finished > 0:
                 seconds = self._seconds * max(0, self._total - self._done) / finished
                 left = f"{spell(seconds)} left"
-        if program := self._compiling():
-            compiling = f"compiling {program}"
         count = f"{self._name}: {self._done:,}{of} {self._unit}s"
-        return ", ".join(filter(None, (count, compiling, left, self._note)))
+        return ", ".join(filter(None, (count, left, self._note)))
 
 
 @contextlib.contextmanager

@@ -18,8 +18,6 @@ def make(probabilities: Sequence[float], **changes: Any) -> Candidates:
         index=0,
         step=0,
         tokens=np.full(3, -1),
-        is_hole=np.ones(3, bool),
-        first=0,
         ids=np.arange(logprobs.size, dtype=np.int32),
         logits=logprobs + 1,
         logprobs=logprobs,

@@ -18,20 +18,15 @@ class _Terminal(io.StringIO):
 
 
 def test_only_the_work_of_this_run_says_what_is_left(monkeypatch):
-    """Not what was done before, and no time that went into compiling, which is named."""
-    now, waited, compiling = [100.0], [5.0], [""]
+    """Not what was done before, and no time that went into compiling."""
+    now, waited = [100.0], [5.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    shown = Progress(
-        "train", 100, "step", done=90, idle=lambda: waited[0], compiling=lambda: compiling[0],
-        is_shown=False,
-    )  # fmt: skip
+    shown = Progress("train", 100, "step", done=90, idle=lambda: waited[0], is_shown=False)
     now[0] += 70.0
     waited[0] += 60.0
     shown.update(5, note="fast")
-    assert shown.line() == "train: 95 of 100 steps, 10 s left, fast"
-    compiling[0] = "rows=8 canvas=64"
     now[0] += 540.0
-    assert shown.line() == "train: 95 of 100 steps, compiling rows=8 canvas=64, 10 s left, fast"
+    assert shown.line() == "train: 95 of 100 steps, 10 s left, fast"
     shown.close()
 
 

@@ -13,7 +13,7 @@ import pytest
 import tiny_run
 
 import dlm_jax.config as configs
-from dlm_jax.batch.json_lines import Results
+from dlm_jax.batch.json_lines import Line, Results
 from dlm_jax.data.pipeline import write_tokens
 from dlm_jax.store import save_weights
 from dlm_jax.store.files import check_bucket, located, replacing
@@ -31,8 +31,8 @@ def _config(path: Path) -> None:
 
 def _results(path: Path) -> None:
     with Results(path, fingerprint="a" * 64) as results:
-        results.write({"id": 1})
-        results.finish([1])
+        results.write({"line": 1})
+        results.finish([Line(1)])
 
 
 WRITERS = {

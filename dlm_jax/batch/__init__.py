@@ -1,5 +1,5 @@
 """Batch sampling: reads a file of requests and writes a file of results."""
 
-from dlm_jax.batch.json_lines import Id, Key, Line, RequestFile, Results, fingerprint, share
+from dlm_jax.batch.json_lines import Line, RequestFile, Results, fingerprint
 
-__all__ = ["Id", "Key", "Line", "RequestFile", "Results", "fingerprint", "share"]
+__all__ = ["Line", "RequestFile", "Results", "fingerprint"]

@@ -9,159 +9,104 @@ import io
 import json
 import os
 import re
-import sqlite3
+import struct
+import tempfile
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from dlm_jax.store.files import Damaged, refuse_failures, replacing
 
-Id = str | int
-Key = Id | tuple[Id, int]
-"""The key of a result: the line's id, with the sample number if there are several samples."""
-
 _BOM = b"\xef\xbb\xbf"
-_MOST_SAMPLES = 1 << 20
+_PLACE = struct.Struct("<qq")
 
 
-class KeyTable:
-    """A set of keys, each with two integers, in a private file that the system removes."""
+class ResultPlaces:
+    """The first and last byte of the result of each line, in a file that the system removes."""
 
     def __init__(self) -> None:
-        self._count = 0
-        self._file = sqlite3.connect("", isolation_level=None)
-        self._file.execute("PRAGMA cache_size = -32768")  # KiB
-        self._file.execute("PRAGMA journal_mode = OFF")
-        columns = "key TEXT PRIMARY KEY, a INTEGER, b INTEGER"
-        self._file.execute(f"CREATE TABLE keys ({columns}) WITHOUT ROWID")
-        self._file.execute("BEGIN")
+        self._file, name = tempfile.mkstemp()
+        os.unlink(name)
+        weakref.finalize(self, os.close, self._file)
 
-    def add(self, key: Key, place: tuple[int, int] = (0, 0)) -> bool:
-        """Adds a key, unless it is in the table. Returns whether it was added."""
-        row = json.dumps(key), *place
-        added = self._file.execute("INSERT OR IGNORE INTO keys VALUES (?, ?, ?)", row).rowcount
-        self._count += added
-        return added > 0
+    def add(self, number: int, start: int, end: int) -> None:
+        os.pwrite(self._file, _PLACE.pack(start, end), _PLACE.size * number)
 
-    def place(self, key: Key) -> tuple[int, int] | None:
-        """Returns the integers of a key; None if it is not in the table."""
-        query = "SELECT a, b FROM keys WHERE key = ?"
-        return self._file.execute(query, (json.dumps(key),)).fetchone()
+    def place(self, number: int) -> tuple[int, int] | None:
+        """Returns the place of the result of a line; None if there is none."""
+        data = os.pread(self._file, _PLACE.size, _PLACE.size * number)
+        start, end = _PLACE.unpack(data) if data else (0, 0)
+        return (start, end) if end else None
 
-    def __contains__(self, key: Key) -> bool:
-        return self.place(key) is not None
-
-    def __len__(self) -> int:
-        return self._count
+    def __contains__(self, number: int) -> bool:
+        return self.place(number) is not None
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a file of requests: its settings without id and ``n``, or the reason why it
-    cannot run. A line with an error counts as one sample, and keeps its id if that is valid.
+    """One line of a file of requests: its settings without the id, or the reason why it cannot run.
 
-    Attributes:
-      number: line number, from 1; blank lines are counted.
-      num_samples: number of rows that the line requests.
-      extra: number of rows that preceding lines have in excess of one per line.
+    `number` is the line number, from 1; blank lines are counted. `id` is a JSON value.
     """
 
     number: int
-    id: Id
-    settings: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    id: Any = None
     error: str | None = None
-    num_samples: int = 1
-    extra: int = 0
 
     @property
-    def first(self) -> int:
-        """Index of the line's first row in the file, from 0; blank lines count as rows."""
-        return self.number - 1 + self.extra
-
-    def key(self, sample: int) -> Key:
-        return self.id if self.num_samples == 1 else (self.id, sample)
-
-    @property
-    def keys(self) -> tuple[Key, ...]:
-        return tuple(map(self.key, range(self.num_samples)))
+    def names(self) -> dict[str, Any]:
+        """What the result says of the line: its number and, if there is one, its id."""
+        return {"line": self.number} | ({} if self.id is None else {"id": self.id})
 
 
 class RequestFile:
-    """The non-blank lines of a file of requests, in order, with unique ids.
+    """The non-blank lines of a file of requests, in order.
 
     Each iteration reads the file again, one line at a time, and raises ValueError if the file has
-    changed. A line without an id gets the id ``line NUMBER``, which no other line may use. A line
-    with ``n`` samples has one result per sample. Other settings are checked when the line runs.
+    changed. The settings are checked when the line runs.
 
     Args:
       path: a UTF-8 file, with or without a byte order mark.
-      num_samples: number of rows for a line without ``n``.
+      index: the process whose lines are read: those with numbers equal to `index` mod `count`.
+      count: number of processes that share the lines.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, num_samples: int = 1) -> None:
-        self._path, self._num_samples = Path(path), num_samples
+    def __init__(self, path: str | os.PathLike[str], *, index: int = 0, count: int = 1) -> None:
+        self._path, self._index, self._count = Path(path), index, count
         with _opened(path) as file:
             self._state = _state_of(file)
 
     def __iter__(self) -> Iterator[Line]:
-        ids, extra = KeyTable(), 0
         with _opened(self._path) as file:
             if file.read(len(_BOM)) != _BOM:
                 file.seek(0)
             for number, raw in enumerate(file, 1):
-                if raw.isspace():
-                    continue
-                line = replace(self._read(raw.removesuffix(b"\n"), number, ids), extra=extra)
-                yield line
-                # An unreadable line counts as `num_samples` rows, so that fixing it does not
-                # renumber other rows.
-                extra += (self._num_samples if line.error else line.num_samples) - 1
+                if number % self._count == self._index and not raw.isspace():
+                    yield self._read(raw.removesuffix(b"\n"), number)
             if _state_of(file) != self._state:
                 raise ValueError(
                     f"{self._path} has changed during the run; restore it and run again, or "
                     "choose another --output for the new file"
                 )
 
-    def _read(self, raw: bytes, number: int, ids: KeyTable) -> Line:
-        """Parses one line. `ids` has the line number of each id, and is updated."""
-        id_ = f"line {number}"
+    def _read(self, raw: bytes, number: int) -> Line:
         try:
             request = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
             if not isinstance(request, dict):
                 raise ValueError(f'{_show(request)} is not an object; write {{"prompt": ...}}')
-            given = request.pop("id", id_)
-            if type(given) not in (str, int):
-                raise ValueError(f"id={_show(given)} must be a string or an integer")
-            if given != id_:
-                if isinstance(given, str) and re.fullmatch("line [1-9][0-9]*", given):
-                    raise ValueError(f"id={_show(given)} is reserved for that line; use another id")
-                str(given).encode()
-                if not ids.add(given, (number, 0)):
-                    first, _ = ids.place(given) or (0, 0)
-                    raise ValueError(
-                        f"id={_show(given)} is already used by line {first}; use unique ids"
-                    )
-            id_ = given
-            count = request.pop("n", self._num_samples)
-            if type(count) is not int or not 1 <= count <= _MOST_SAMPLES:
-                raise ValueError(f"n={_show(count)} must be an integer from 1 to {_MOST_SAMPLES}")
-            for value in request.values():
-                if isinstance(value, str):
-                    value.encode()
+            json.dumps(request, ensure_ascii=False).encode()  # lone surrogates
+            id_ = request.pop("id", None)
         except json.JSONDecodeError as error:
             why = f"is not JSON: {error.msg} at column {error.colno}; write one object per line"
         except (ValueError, RecursionError) as error:
             why = str(error)
         else:
-            return Line(number, id_, request, num_samples=count)
-        return Line(number, id_, {}, f"{self._path.name} line {number}: {why}")
-
-
-def share(lines: Iterable[Line], index: int, count: int) -> Iterator[Line]:
-    """The lines that process `index` of `count` runs: line numbers equal to `index` mod `count`."""
-    return (line for line in lines if line.number % count == index)
+            return Line(number, request, id_)
+        return Line(number, error=f"{self._path.name} line {number}: {why}")
 
 
 @contextlib.contextmanager
@@ -219,7 +164,7 @@ class Results:
 
     Attributes:
       path: the file. Process 1 of 3 writes ``out.jsonl.part-01-of-03``.
-      done: the keys of finished results.
+      done: the numbers of the lines with a result, and where the results are.
       plan: what determines the programs of the run; that of the earlier run if it has results.
     """
 
@@ -240,7 +185,7 @@ class Results:
         self.path = Path(os.path.realpath(path))
         if count > 1:
             self.path = self.path.with_name(f"{self.path.name}.part-{index:02d}-of-{count:02d}")
-        self.done, self.plan = KeyTable(), dict(plan or {})
+        self.done, self.plan = ResultPlaces(), dict(plan or {})
         self._writer: io.FileIO | None = None
         record_path = self.path.with_name(f"{self.path.name}.run")
         with (
@@ -250,7 +195,7 @@ class Results:
             writer = undo.enter_context(_open_locked(self.path))
             if os.fstat(writer.fileno()).st_size:
                 try:
-                    record = json.loads(without_crc(record_path.read_bytes().removesuffix(b"\n")))
+                    record = _result_of(record_path.read_bytes().removesuffix(b"\n"))
                 except (OSError, ValueError):
                     record = None
                 if not isinstance(record, dict) or record.get("fingerprint") != fingerprint:
@@ -273,18 +218,14 @@ class Results:
         self.close()
 
     def write(self, result: Mapping[str, Any]) -> None:
-        """Appends one result and adds its key to `done`; on an error, nothing is written.
-
-        Args:
-          result: a JSON object with an ``id`` and, if the line has several samples, a ``sample``.
-              Its key must not be in `done` yet.
+        """Appends the result of a line that is not in `done` yet: a JSON object with its number as
+        ``line``. On an error, nothing is written.
         """
-        key, writer = result_key(result), self._writer
-        if key is None or key in self.done:
-            why = "has no id" if key is None else "exists already"
+        number, writer = _number_of(result), self._writer
+        if number is None or number in self.done:
+            why = "has no line" if number is None else "exists already"
             raise ValueError(f"result {str(result)[:60]} {why}; write each result once")
-        if writer is None:
-            raise ValueError(f"{self.path} is closed; open the results again")
+        assert writer is not None, "the results are closed"
         end = os.fstat(writer.fileno()).st_size
         line = _line_of(result)
         try:
@@ -297,26 +238,27 @@ class Results:
             if isinstance(error, OSError):
                 raise OSError(error.errno, error.strerror, str(self.path)) from None
             raise
-        self.done.add(key, (end, end + len(line)))
+        self.done.add(number, end, end + len(line))
 
-    def finish(self, order: Iterable[Key]) -> None:
-        """Closes the file and sorts its lines. `order` has all keys and is iterated twice.
+    def finish(self, lines: Iterable[Line]) -> None:
+        """Closes the file and sorts its results as the lines, which are iterated twice.
 
         Raises:
           ValueError: a result is missing.
         """
         self.close()
         is_sorted, end = True, 0
-        for key in order:
-            place = self.done.place(key)
+        for line in lines:
+            place = self.done.place(line.number)
             if place is None:
-                raise ValueError(f"{self.path} lacks the result of {key!r}; run again to repeat it")
+                why = f"lacks the result of line {line.number}; run again to repeat it"
+                raise ValueError(f"{self.path} {why}")
             is_sorted &= place[0] == end
             end = place[1]
         if not is_sorted or end != self.path.stat().st_size:
             with self.path.open("rb") as source, replacing(self.path) as target:
-                for key in order:
-                    start, end = self.done.place(key) or (0, 0)
+                for line in lines:
+                    start, end = self.done.place(line.number) or (0, 0)
                     source.seek(start)
                     target.write(source.read(end - start))
 
@@ -328,42 +270,33 @@ class Results:
                 os.fsync(writer.fileno())
 
     def _scan(self) -> int:
-        """Adds the keys of the complete lines to `done`, and returns the end of the last one."""
+        """Adds the complete results to `done`, and returns the end of the last one."""
         end = 0
         with self.path.open("rb") as handle:
-            for number, line in enumerate(handle, 1):
+            for place, line in enumerate(handle, 1):
                 if not line.endswith(b"\n"):
                     break
-                key, why = None, "is not a result"
+                number, why = None, "is not a result"
                 try:
-                    key = result_key(json.loads(without_crc(line[:-1]).decode("utf-8")))
+                    number = _number_of(_result_of(line[:-1]))
                 except Damaged as error:
                     why = f"is damaged: {error}"
                 except (ValueError, RecursionError):
                     pass
-                if key is None:
+                if number is None:
                     raise ValueError(
-                        f"{self.path} line {number} {why}; remove that line or the file"
+                        f"{self.path} line {place} {why}; remove that line or the file"
                     )
-                self.done.add(key, (end, end + len(line)))
+                if number not in self.done:
+                    self.done.add(number, end, end + len(line))
                 end += len(line)
         return end
 
 
-def result_key(result: Any) -> Key | None:
-    """The key of a result, from ``id`` and, if present, ``sample``; None for other values."""
-    key = result.get("id") if isinstance(result, Mapping) else None
-    if not isinstance(key, str | int) or isinstance(key, bool):
-        return None
-    sample = result.get("sample")
-    return key if sample is None else (key, sample) if type(sample) is int else None
-
-
-def _line_of(result: Mapping[str, Any]) -> bytes:
-    """The line for a result, with checksum and newline."""
-    # Lone surrogates are escaped, so that no text can stop a run.
-    text = json.dumps(dict(result), ensure_ascii=False)
-    return with_crc(text.encode("utf-8", "backslashreplace")) + b"\n"
+def _number_of(result: Any) -> int | None:
+    """The line number of a result; None for other values."""
+    number = result.get("line") if isinstance(result, Mapping) else None
+    return number if type(number) is int and number > 0 else None
 
 
 def _open_locked(file: Path) -> io.FileIO:
@@ -387,13 +320,15 @@ _ENDING = re.compile(rb', "crc": "([0-9a-f]{8})"\}')
 _ENDING_BYTES = len(', "crc": "00000000"}')
 
 
-def with_crc(line: bytes) -> bytes:
-    """The JSON line of a non-empty object with its checksum added, without a newline."""
-    return b'%s, "crc": "%08x"}' % (line[:-1], zlib.crc32(line))
+def _line_of(result: Mapping[str, Any]) -> bytes:
+    """The line for a result, whose last key is a checksum, with a newline."""
+    # Lone surrogates are escaped, so that no text can stop a run.
+    text = json.dumps(dict(result), ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return b'%s, "crc": "%08x"}\n' % (text[:-1], zlib.crc32(text))
 
 
-def without_crc(line: bytes) -> bytes:
-    """The line without its checksum.
+def _result_of(line: bytes) -> Any:
+    """The result in a line without its newline, and without its checksum.
 
     Raises `Damaged` if the checksum is missing or wrong. Every single-bit flip and every error
     burst of up to 32 bits is detected.
@@ -401,7 +336,7 @@ def without_crc(line: bytes) -> bytes:
     ending = _ENDING.fullmatch(line[-_ENDING_BYTES:])
     if ending is None:
         raise Damaged("it has no checksum")
-    plain = line[:-_ENDING_BYTES] + b"}"
-    if zlib.crc32(plain) != int(ending[1], 16):
+    text = line[:-_ENDING_BYTES] + b"}"
+    if zlib.crc32(text) != int(ending[1], 16):
         raise Damaged("its checksum is wrong")
-    return plain
+    return json.loads(text.decode("utf-8"))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import dlm_jax.config as configs
-from dlm_jax.batch.json_lines import Key, Line
+from dlm_jax.batch.json_lines import Line
 from dlm_jax.inference.engine import Engine
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.reader import TextReader, stops_of
 from dlm_jax.inference.request import (
     Request,
     chain_shortener,
@@ -21,7 +19,7 @@ from dlm_jax.inference.request import (
     pattern_of_format,
     structured,
 )
-from dlm_jax.inference.results import Row
+from dlm_jax.inference.results import Row, TextReader, stops_of
 from dlm_jax.sampling.rules import classes_of, with_rules
 from dlm_jax.store.files import own_source
 from dlm_jax.store.weights import digest_of
@@ -58,21 +56,19 @@ def run_requests(
     lines: Iterable[Line],
     write: Callable[[dict[str, Any], int], Any],
     *,
-    done: Container[Key] = (),
+    done: Container[int] = (),
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     batch_size: int = 64,
     read_ahead: int = READ_AHEAD,
-    on_start: Callable[[Engine], Any] | None = None,
 ) -> tuple[str, ...]:
     """Runs the lines and calls `write` with results as rows finish. Returns the canvas and the
     number of slots of each program that ran.
 
-    A result has ``id``, ``text``, ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a
-    slot) and counters (``forwards``, ``waves``, and other nonzero `Counters`), or ``id`` and
-    ``error``. A line with several samples has one result per sample, numbered from 0 in ``sample``.
-    Tokens of a line do not depend on other lines, their order or restarts. Host samplers
-    and read-back are not supported.
+    A result has ``line``, the number of the line, its ``id`` if it has one, and ``text``,
+    ``tokens``, ``length``, ``steps``, ``status``, ``seconds`` (in a slot) and counters
+    (``forwards``, ``waves``, and other nonzero `Counters`), or ``error``. Tokens of a line do not
+    depend on other lines, their order or restarts. Host samplers and read-back are not supported.
 
     Lines are read while the rows run, so that memory does not grow with their number. If all rows
     fit into `read_ahead`, each program has the smallest size that holds its rows; otherwise all
@@ -85,65 +81,49 @@ def run_requests(
         the shapes of the programs. If the model's devices belong to several processes, pass the
         lines of all processes; each process runs its part.
       write: called with each result and the number of tokens generated for it.
-      done: the keys of results that exist already.
-      seed: seed of the first row. Sample i of a line without a seed has the seed ``seed +
-        line.first + i``; sample i of a line with a seed has the line's seed plus i.
+      done: the numbers of the lines that have a result already.
+      seed: a line without a seed has the seed ``seed + line.number - 1``.
       settings: default settings for all lines, in the form of a line's settings.
       batch_size: maximum number of slots per program.
       read_ahead: maximum number of rows that wait for a slot.
-      on_start: called once with the engine, before anything is read or compiled.
     """
-    accepted: dict[int, tuple[Accepted, int]] = {}
-
-    def write_result(line: Line, sample: int, result: dict[str, Any], num_tokens: int = 0) -> None:
-        name = {"id": line.id} | ({"sample": sample} if line.num_samples > 1 else {})
-        write(name | result, num_tokens)
+    running: dict[int, Accepted] = {}
 
     def requests(engine: Engine) -> Iterator[Request | None]:
         """The rows of this process without a result. None stands for all other rows."""
-        lines_ = accept_lines(model, lines, seed=seed, settings=settings or {})
-        coming = ((one, sample) for one in lines_ for sample in range(one.line.num_samples))
+        coming = accept_lines(model, lines, seed=seed, settings=settings or {})
         # The first rows determine the programs and which parts of the chains are in use.
         first = list(itertools.islice(coming, read_ahead))
-        known = [one.request for one, _ in first if one.request is not None]
+        known = [one.request for one in first if one.request is not None]
         shorten = chain_shortener(known)
         engine.reserve([*map(shorten, known)], is_part=len(first) == read_ahead)
         index, count = engine.share
-        for place, (one, sample) in enumerate(itertools.chain(first, coming)):
-            line, request = one.line, one.request
+        for place, one in enumerate(itertools.chain(first, coming)):
+            number, request = one.line.number, one.request
             if request is not None:
-                number, own_seed = line.first + sample, request.seed + sample
-                request = replace(shorten(request), seed=own_seed, number=number)
+                request = shorten(request)
                 if place >= read_ahead:
                     engine.reserve([request], is_part=True)
-            if line.number % count != index or line.key(sample) in done:
+            if number % count != index or number in done:
                 yield None
                 continue
             if request is None:
-                write_result(line, sample, {"error": one.error})
+                write(one.line.names | {"error": one.error}, 0)
             else:
-                accepted[line.first + sample] = one, sample
+                running[place] = one
             yield request
 
     with Engine(model, batch_size=batch_size, sizes=[batch_size], max_waiting=read_ahead) as engine:
-        if on_start is not None:
-            on_start(engine)
         for row in engine.run(requests(engine)):
             if row.error is not None:
                 raise row.error
-            one, sample = accepted.pop(row.number)
-            if row.status is Status.NON_FINITE:
-                why = f"the model's logits are not finite after {row.steps} steps"
-                error = {"error": f"line {one.line.number}: {why}", "status": "non_finite"}
-                write_result(one.line, sample, error)
-            else:
-                write_result(one.line, sample, *_result(model, one, row))
+            write(*_result(model, running.pop(row.number), row))
     return engine.report().programs
 
 
 class Accepted(NamedTuple):
-    """A line with the request of its first sample, or the reason why it cannot run, and with the
-    texts and ids that end its generated text.
+    """A line with its request, or the reason why it cannot run, and with the texts and ids that end
+    its generated text.
     """
 
     line: Line
@@ -163,25 +143,28 @@ def accept_lines(
     """Yields each line with its request or its error."""
     known: dict[Any, Any] = {}
     declared = with_rules(settings.get("rules")).settings.values()
-    lists = {setting.name for setting in declared if setting.is_list}
+    lists = {"tokens", *(setting.name for setting in declared if setting.is_list)}
     for line in lines:
-        common = dict(settings) | {"seed": (seed + line.first) % 2**32}
-        given = dict(line.settings)
+        common = dict(settings) | {"seed": (seed + line.number - 1) % 2**32}
+        own = dict(line.settings)
         try:
             if line.error is not None:
                 raise ValueError(line.error)
-            for name in _PYTHON_ONLY & given.keys():
+            for name in _PYTHON_ONLY & own.keys():
                 raise ValueError(f"{name} is not a setting of a request; pass it to the program")
-            stops, stop_ids = stops_of(
-                model.tokenizer, given.pop("stop", None), given.pop("stop_token_ids", None)
-            )
-            own = _from_json(_with_format(model, common, given), lists)
+            stop, stop_token_ids = own.pop("stop", None), own.pop("stop_token_ids", None)
+            stops, stop_ids = stops_of(model.tokenizer, stop, stop_token_ids)
+            own = _with_format(model, common, own)
             if (stops or stop_ids) and own.get("structure"):
                 raise ValueError("stop can truncate a structure; remove one of them")
+            for name, value in own.items():
+                if isinstance(value, list):
+                    if name not in lists:
+                        raise ValueError(f"{name} is a list; a request has one value")
+                    own[name] = tuple(tuple(x) if isinstance(x, list) else x for x in value)
             (request,) = make_requests(model, own, common, known=known)
             if (stops or stop_ids) and TextReader(model, request).is_infill:
                 raise ValueError("stop has no effect on an infill; remove it")
-            replace(request, seed=request.seed + line.num_samples - 1)  # checks the last seed
             yield Accepted(line, request, stops=stops, stop_ids=stop_ids)
         except ValueError as error:
             where, said = f"line {line.number}", " ".join(str(error).split())
@@ -194,32 +177,19 @@ def _with_format(model: Model, common: Mapping[str, Any], own: dict[str, Any]) -
     """
     form = own.pop("response_format", None)
     pattern = None if form is None else pattern_of_format(form)
-    if pattern is not None and "structure" in own:
-        raise ValueError("structure is another name of response_format; pass one of them")
-    pattern = own.get("structure") if pattern is None else pattern
-    if not pattern:
-        return own
-    settings = {**common, **own}
-    length = settings.get("gen_length") or settings.get("max_length") or model.max_length
-    if type(length) is not int:
-        return own | {"structure": pattern}  # its own check refuses the length
-    return structured(model, common, own, pattern, length)
-
-
-def _from_json(settings: Mapping[str, Any], lists: Collection[str]) -> dict[str, Any]:
-    """The settings with lists as tuples; ValueError for a list if its setting is not in `lists`."""
-    found = dict(settings)
-    for name, value in settings.items():
-        if not isinstance(value, list) or name == "tokens":
-            continue
-        if name not in lists:
-            raise ValueError(f"{name} is a list; a request has one value")
-        found[name] = tuple(tuple(one) if isinstance(one, list) else one for one in value)
-    return found
+    if pattern is not None:
+        if "structure" in own:
+            raise ValueError("structure is another name of response_format; pass one of them")
+        own["structure"] = pattern
+    return structured(model, common, own) if own.get("structure") else own
 
 
 def _result(model: Model, one: Accepted, row: Row) -> tuple[dict[str, Any], int]:
     """The result of a row, which ends after its stop, and the number of generated tokens."""
+    if row.status is Status.NON_FINITE:
+        why = f"the model's logits are not finite after {row.steps} steps"
+        error = f"line {one.line.number}: {why}"
+        return one.line.names | {"error": error, "status": "non_finite"}, 0
     decode = model.tokenizer.decode
     if (one.stops or one.stop_ids) and one.request is not None:
         reader = TextReader(model, one.request, one.stops, one.stop_ids)
@@ -230,7 +200,7 @@ def _result(model: Model, one: Accepted, row: Row) -> tuple[dict[str, Any], int]
     always = {"forwards", "waves"}
     always |= {"insertions", "deletions", "lost"} if row.origin is not None else set()
     counters = row.counters._asdict().items()
-    result = {
+    result = one.line.names | {
         "text": text,
         "tokens": row.tokens.tolist(),
         "length": int(row.tokens.size),

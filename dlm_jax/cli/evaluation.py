@@ -41,12 +41,11 @@ def make_parser() -> Parser:
     parser = Parser(prog="python -m dlm_jax.evaluate", description=__doc__)
     add, count = parser.add_argument, whole(1, MOST_AT_ONCE)
     add_model_flags(parser, has_dtype=False)
-    text_help = f"UTF-8 files to score; {', '.join(JSON_LINES)} and .json files contain texts"
+    forms = f"{', '.join(JSON_LINES)} and .json files contain texts, or prompts and responses"
+    text_help = f"UTF-8 files to score; {forms}"
     add("--text", nargs="+", default=[], metavar="FILE", help=text_help)
     split_help = "split files into texts at this line (---, as in sample.py, if no LINE is given)"
     add("--split", nargs="?", const="---", metavar="LINE", help=split_help)
-    pairs_help = 'JSONL of {"prompt": ..., "response": ...}, to score responses given their prompts'
-    add("--pairs", nargs="+", default=[], metavar="FILE", help=pairs_help)
     held_out_help = "a corpus whose held-out part is scored; default: the model's own corpus"
     add("--held-out", metavar="SOURCE", help=held_out_help)
     add("--num-draws", type=count, default=1, metavar="N", help="masks per window (1)")
@@ -65,32 +64,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = load_model(args)
         drawn = {"num_draws": args.num_draws, "batch_size": args.batch_size, "seed": args.seed}
         for path in args.text:
-            result = score(model, _texts(path, args.split), **drawn)
+            texts, prompts = _texts(path, args.split)
+            result = score(model, texts, prompts=prompts, **drawn)
             _print_score(path, result, as_json=args.json)
-        for path in args.pairs:
-            pairs = list(read_jsonl(path, read_text(path)))
-            prompts = [pair.prompt or "" for pair in pairs]
-            result = score(model, [pair.text for pair in pairs], prompts=prompts, **drawn)
-            _print_score(path, result, as_json=args.json)
-        if not args.text and not args.pairs:
+        if not args.text:
             for name, result in _held_out(model, args, drawn):
                 _print_score(name, result, as_json=args.json)
     return End.DONE
 
 
-def _texts(path: str, split: str | None) -> list[str]:
-    """The texts of a file."""
-    content = read_text(path)
+def _texts(path: str, split: str | None) -> tuple[list[str], list[str]]:
+    """The texts of a file, and their prompts, which can be empty."""
+    texts = [content := read_text(path)]
     if is_json_lines(path) or is_json(path):
         documents = list(read_jsonl(path, content))
         for document in documents:
-            if document.messages or document.prompt is not None:
-                raise ValueError(f"{document.name} has a prompt; pass the file as --pairs")
-        return [document.text for document in documents]
-    if split is None:
-        return [content]
-    texts = (text.strip("\n") for text in f"\n{content}\n".split(f"\n{split}\n"))
-    return [text for text in texts if text]
+            if document.messages:
+                raise ValueError(f"{document.name} is a conversation; write prompt and response")
+        return [one.text for one in documents], [one.prompt or "" for one in documents]
+    if split is not None:
+        parts = (text.strip("\n") for text in f"\n{content}\n".split(f"\n{split}\n"))
+        texts = [text for text in parts if text]
+    return texts, [""] * len(texts)
 
 
 def _held_out(model: Model, args: Namespace, drawn: dict[str, int]) -> Iterator[tuple[str, Score]]:
@@ -127,8 +122,8 @@ def _held_out_rows(model: Model, args: Namespace) -> tuple[Corpus, Columns]:
     is_file = args.checkpoint is not None and Path(args.checkpoint).suffix == SUFFIX
     if is_own and (is_file or not model.corpus_sha256):
         raise ValueError(
-            f"{args.checkpoint} cannot select the text to read; name the text: --held-out SOURCE, "
-            "or --text or --pairs"
+            f"{args.checkpoint} cannot select the text to read; name the text: --held-out SOURCE "
+            "or --text"
         )
     corpus = load_corpus(
         data.source if is_own else args.held_out,

@@ -2,8 +2,8 @@
 
 Without ``--checkpoint``, the program uses the shipped model, a small model of Shakespeare. Standard
 output contains only the texts, separated by lines ``---``. Progress, a summary and the output of
-``--read-back``, ``--report-chain`` and ``--watch`` are written to standard error. The defaults of
-the flags are the recommendations of the checkpoint.
+``--report-chain`` and ``--watch`` are written to standard error. The defaults of the flags are the
+recommendations of the checkpoint.
 
 ``--prompts in.jsonl --output out.jsonl`` runs a file of requests instead; the same command resumes
 an interrupted run (docs/generation.md).
@@ -12,16 +12,19 @@ an interrupted run (docs/generation.md).
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import dlm_jax
+from dlm_jax.batch.json_lines import RequestFile, Results, fingerprint
+from dlm_jax.batch.runner import READ_AHEAD, describe_model, describe_settings, run_requests
 from dlm_jax.cli.common import (
     COUNT,
     PRESET,
@@ -50,17 +53,15 @@ from dlm_jax.cli.ends import (
     say_error,
 )
 from dlm_jax.cli.programs import needed
-from dlm_jax.cli.sample_file import sample_file
 from dlm_jax.config import SamplingParams, add_sample_flags, layered, parse_flags, sample_settings
-from dlm_jax.data import Tokenizer
-from dlm_jax.distributed.partitions import num_shares, split_rows
-from dlm_jax.distributed.processes import check_same_everywhere, run_together
+from dlm_jax.distributed.partitions import OwnRows, num_shares, split_rows
+from dlm_jax.distributed.processes import check_same_everywhere, gathered, run_together
 from dlm_jax.inference.generate import chain_report
 from dlm_jax.inference.request import settings_of_call
 from dlm_jax.progress import Progress
 from dlm_jax.sampling.params import params_of
 from dlm_jax.sampling.rules import with_rules
-from dlm_jax.store.files import own_source, program_facts
+from dlm_jax.store.files import NO_SOURCE, own_source, program_facts
 from dlm_jax.types import Status
 
 
@@ -74,8 +75,7 @@ def make_parser(kind: type[SamplingParams]) -> Parser:
     chat_help = "treat --prompt as a user turn, and print the model's answer"
     add("--chat", action="store_true", help=chat_help)
     add("--preset", metavar="NAME", help=PRESET)
-    count_help = "number of texts (1); with --prompts, number of samples per request without n"
-    add("--num-samples", type=COUNT, default=1, metavar="N", help=count_help)
+    add("--num-samples", type=COUNT, metavar="N", help="number of texts (1)")
     length_help = "canvas length of a row; default: the training length"
     add("--max-length", type=COUNT, metavar="L", help=length_help)
     add("--seed", type=SEED, default=0, metavar="K", help="sample i has the seed K + i (0)")
@@ -83,10 +83,6 @@ def make_parser(kind: type[SamplingParams]) -> Parser:
     host_help = "function that selects tokens"
     add("--host-sampler", metavar="MODULE:FUNCTION", help=host_help)
     add("--rules", metavar="MODULES", help="modules with rules (A,B); their settings become flags")
-    read_help = "print each token with its K best candidates"
-    add("--read-back", type=COUNT, metavar="K", help=read_help)
-    most_help = "maximum candidates per position for host samplers and --read-back (64)"
-    add("--max-candidates", type=COUNT, default=64, metavar="N", help=most_help)
     add("--watch", action="store_true", help="show the canvas while it is denoised")
     add("--trace", metavar="FILE", help="write an HTML page that replays the denoising")
     add("--prompts", metavar="FILE", help="requests, one JSON object per line; requires --output")
@@ -107,13 +103,12 @@ def _check_modes(args: argparse.Namespace) -> None:
     """Raises ValueError for flags that contradict each other."""
     if (args.prompts is None) != (args.output is None):
         raise ValueError("--prompts and --output require each other; pass both")
-    is_file, hosted = args.prompts is not None, ("host_sampler", "read_back")
-    for name in ("prompt", "template", "draft", "watch", "trace", *hosted):
-        flag = f"--{name.replace('_', '-')}"
+    is_file = args.prompts is not None
+    alone = ("prompt", "template", "draft", "num_samples", "watch", "trace", "host_sampler")
+    for name in alone:
         if is_file and getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} has no effect with --prompts; remove it")
-        if name in hosted and getattr(args, name) and (args.watch or args.trace):
-            raise ValueError(f"{flag} and --watch or --trace cannot be combined; remove one")
     is_shared = args.num_processes is not None or args.process_id is not None
     if is_shared and not is_file and not args.distributed:
         raise ValueError("--num-processes and --process-id require --prompts; pass it")
@@ -121,13 +116,6 @@ def _check_modes(args: argparse.Namespace) -> None:
         raise ValueError("--coordinator has no effect without --distributed; add it")
     if args.chat and (is_file or args.template or args.draft or args.prompt is None):
         raise ValueError("--chat formats --prompt as a turn; pass --prompt and no other text")
-    if (args.read_back or 0) > args.max_candidates:
-        raise ValueError(f"--read-back {args.read_back} is more than --max-candidates; raise it")
-    page = None if args.trace is None else Path(args.trace)
-    if page is not None and page.is_dir():
-        raise ValueError(f"--trace {page} is a directory; pass a file")
-    if page is not None and not page.parent.is_dir():
-        raise ValueError(f"--trace {page}: the directory does not exist; create it first")
 
 
 @program
@@ -178,9 +166,8 @@ def _main(argv: Sequence[str], modules: str | None) -> int:
             heads = heads_line(model, settings_of_call(model, settings))
     if args.prompts is not None:
         return sample_file(model, args, settings)
-    settings |= {
-        name: getattr(args, name) for name in ("num_samples", "max_length", "seed", "batch_size")
-    }
+    settings |= {name: getattr(args, name) for name in ("max_length", "seed", "batch_size")}
+    settings |= {"num_samples": args.num_samples or 1, "host_sampler": sampler}
     start, waited, view = time.perf_counter(), 0.0, None
     is_first = jax.process_index() == 0
     with refusals(), naming_flags():
@@ -189,15 +176,7 @@ def _main(argv: Sequence[str], modules: str | None) -> int:
             result, waited = view.sample(prompt, settings), view.waited
         else:
             with Progress("sample", None, "step", is_shown=is_first) as shown:
-                result = dlm_jax.generate(
-                    model,
-                    [prompt],
-                    host_sampler=sampler,
-                    read_back=args.read_back is not None,
-                    max_candidates=args.max_candidates,
-                    on_steps=shown.update,
-                    **settings,
-                )
+                result = dlm_jax.generate(model, [prompt], on_steps=shown.update, **settings)
     seconds = time.perf_counter() - start - waited
     if not is_first:
         return End.DONE
@@ -208,7 +187,6 @@ def _main(argv: Sequence[str], modules: str | None) -> int:
         texts = [model.tokenizer.decode(tokens[begin:length]) for tokens, length in rows]
     # The texts are printed first, so that later failures do not lose them.
     emit("\n---\n".join(texts))
-    _print_read_back(result, model.tokenizer, args.read_back)
     print(f"{heads}\n{_summary(result, seconds)}", file=sys.stderr)
     code = End.DONE
     if view is not None and args.trace is not None:
@@ -251,24 +229,126 @@ def _summary(result: dlm_jax.Texts, seconds: float) -> str:
     return f"{line}; {', '.join(result.programs)}" if result.programs else line
 
 
-def _print_read_back(result: dlm_jax.Texts, tokenizer: Tokenizer, size: int) -> None:
-    """Prints each read-back token with its position, probability, and `size` candidates to standard
-    error.
-    """
-
-    def piece(token: int) -> str:
-        text = tokenizer.decode([token])
-        return repr(text) if text else f"<{token}>"
-
-    for record in itertools.chain.from_iterable(result.read_back):
-        seen = record.candidates
-        best = zip(seen.ids[:size].tolist(), seen.logits[:size].tolist(), strict=True)
-        rivals = ", ".join(f"{piece(token)} {logit:.4g}" for token, logit in best)
-        print(
-            f"row {seen.row} step {seen.step} position {seen.index}: {piece(record.token)} "
-            f"p={record.probability:.4g} of {seen.num_survivors} candidates: {rivals}",
-            file=sys.stderr,
+def sample_file(model: dlm_jax.Model, args: argparse.Namespace, settings: dict[str, Any]) -> int:
+    """Runs a file of requests and returns the exit code, one of `End`."""
+    if args.max_length is not None:
+        settings = settings | {"max_length": args.max_length}
+    with refusals(), naming_flags():
+        # Checked once, because these errors do not depend on the line.
+        sample = settings_of_call(model, settings)
+    with refusals():
+        lines = RequestFile(args.prompts)
+        described = describe_settings(settings) | {"seed": args.seed}
+        for name in described.get("rules", ()):
+            if name.endswith(NO_SOURCE):
+                print(f"{name}: changes to its source code are not detected", file=sys.stderr)
+        mark = fingerprint(args.prompts, model=describe_model(model), settings=described)
+        if args.distributed:
+            check_same_everywhere({"model or file of requests": mark})
+        index, count, writes = _share(model, args)
+        own = RequestFile(args.prompts, index=index, count=count)
+        ahead = max(READ_AHEAD, 2 * args.batch_size)
+        plan = {"batch_size": args.batch_size, "read_ahead": ahead}
+        results: Results | None = None
+        if writes:
+            results = Results(args.output, fingerprint=mark, index=index, count=count, plan=plan)
+    with results or contextlib.nullcontext():
+        with refusals():
+            done, plan = _same_in_all(results, own, index)
+        if jax.process_index() == 0:
+            print(heads_line(model, sample), file=sys.stderr)
+        num_lines = num_done = 0
+        for line in own:
+            num_lines, num_done = num_lines + 1, num_done + (line.number in done)
+        if num_done and results is not None:
+            print(f"{num_done} of {num_lines} requests are done", file=sys.stderr)
+        start, rows, errors, tokens = time.perf_counter(), 0, 0, 0
+        progress = Progress(
+            "sample",
+            num_lines - num_done,
+            "row",
+            is_shown=results is not None and num_done < num_lines,
         )
+
+        def write(result: Mapping[str, Any], new: int) -> None:
+            nonlocal rows, errors, tokens
+            if results is not None:
+                results.write(result)
+            is_error = "error" in result
+            rows, errors, tokens = rows + (not is_error), errors + is_error, tokens + new
+            progress.update(note=f"{tokens / max(progress.seconds(), 1e-6):,.0f} tokens/s")
+
+        try:
+            with progress:
+                programs = run_requests(
+                    model,
+                    lines if args.distributed else own,
+                    write,
+                    done=done,
+                    seed=args.seed,
+                    settings=settings,
+                    **plan,
+                )
+        except KeyboardInterrupt:
+            print("stopped; the same command resumes from here", file=sys.stderr)
+            if jax.process_count() > 1:  # a process that returns waits for the others
+                raise SystemExit(End.INTERRUPTED) from None
+            return End.INTERRUPTED
+        if results is None:
+            return End.DONE
+        with refusals():
+            results.finish(own)
+    seconds = time.perf_counter() - start
+    print(
+        f"{rows} rows, {errors} refused, {tokens} tokens in {seconds:.2f} s "
+        f"({tokens / seconds:,.0f} tokens/s); {len(programs)} programs ({', '.join(programs)})",
+        file=sys.stderr,
+    )
+    print(f"wrote {args.output if count == 1 else results.path}", file=sys.stderr)
+    return _end(results.path)
+
+
+def _share(model: dlm_jax.Model, args: argparse.Namespace) -> tuple[int, int, bool]:
+    """Returns (index of this process's part of the lines, number of parts, whether it writes
+    results).
+
+    Processes across which only the parameters are sharded have the same part, and only the first of
+    them writes.
+    """
+    if not args.distributed:
+        return args.process_id or 0, 1 if args.num_processes is None else args.num_processes, True
+    rows = split_rows(model.params)
+    index, count = OwnRows(rows, num_shares(rows)).share
+    shares: list[Any] = gathered(index)
+    return index, count, shares.index(index) == jax.process_index()
+
+
+def _same_in_all(
+    results: Results | None, own: RequestFile, index: int
+) -> tuple[Container[int], dict[str, int]]:
+    """The finished lines and the plan of this process's part, also if it writes no results."""
+    if jax.process_count() == 1 and results is not None:
+        return results.done, results.plan
+    given = None
+    if results is not None:
+        given = results.plan, {line.number for line in own if line.number in results.done}
+    shared = gathered((index, given))
+    plan, done = next(value for part, value in shared if part == index and value is not None)
+    return done, plan
+
+
+def _end(output: Path) -> End:
+    """The exit code for all results, including those of earlier runs."""
+    is_partly = False
+    with output.open("rb") as rows:
+        for row in rows:
+            if b'"error"' not in row and b'"non_finite"' not in row:
+                continue
+            result = json.loads(row)
+            if result.get("status") == "non_finite":
+                return End.NOT_FINITE
+            is_partly |= "error" in result
+    return End.PARTLY if is_partly else End.DONE
 
 
 # Flags that may differ between hosts: how they are joined, and paths.

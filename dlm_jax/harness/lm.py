@@ -14,7 +14,6 @@ import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +22,8 @@ import numpy as np
 from dlm_jax import Engine, Model, Network, Request, Status, load, make_requests
 from dlm_jax.config import layered
 from dlm_jax.data import HubTokenizer
-from dlm_jax.inference.reader import TextReader
 from dlm_jax.inference.request import settings_of_call
-from dlm_jax.inference.results import canvas_size
+from dlm_jax.inference.results import TextReader, canvas_size
 from dlm_jax.inference.scoring import compiled
 from dlm_jax.objectives.likelihood import bound_at, causal_costs
 from dlm_jax.objectives.objective import Batch
@@ -168,7 +166,7 @@ def texts(
     def numbered() -> Iterator[Request]:
         for number, (request, until) in enumerate(requests):
             readers[number] = TextReader(model, request, until)
-            yield replace(request, number=number)
+            yield request
 
     with Engine(model, sizes=(slots,)) as engine:
         for row in engine.run(numbered(), num_steps=2, is_watched=True):

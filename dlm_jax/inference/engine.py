@@ -21,7 +21,7 @@ import numpy as np
 from dlm_jax.distributed.partitions import OwnRows, num_shares, spans_processes, split_rows
 from dlm_jax.distributed.processes import totals
 from dlm_jax.inference.model import Model
-from dlm_jax.inference.request import Request, check_canvas
+from dlm_jax.inference.request import Request, require_count
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.inference.slots import Bucket, Entry, Slots, compiled_loop, slot_count
 from dlm_jax.sampling.row import Counters
@@ -103,8 +103,8 @@ class Engine:
       sizes: allowed slot counts of programs. Each size is compiled on first use. With
         ``(batch_size,)``, every row is bitwise reproducible. Default: `batch_size` divided by
         powers of 8.
-      canvases: canvas lengths of programs. A request runs on the shortest canvas that fits it.
-        Default: powers of two from 64.
+      canvases: canvas lengths of programs. A request runs on the shortest canvas that fits it, or
+        on one whose length is a power of two from 64.
       max_waiting: maximum number of waiting requests that `run` reads ahead. None sets no limit.
       max_candidates: maximum number of candidates per position for host samplers and read-back.
 
@@ -112,7 +112,6 @@ class Engine:
       model: the model.
       share: (index of this process's part of the rows, number of parts).
       sizes: the allowed slot counts, in ascending order.
-      compiling: name of the program that is being compiled; empty if there is none.
     """
 
     def __init__(
@@ -121,19 +120,18 @@ class Engine:
         *,
         batch_size: int = 64,
         sizes: Sequence[int] | None = None,
-        canvases: Sequence[int] | None = None,
+        canvases: Sequence[int] = (),
         max_waiting: int | None = 1024,
         max_candidates: int = 64,
     ):
-        for name, value in {
-            "batch_size": batch_size,
-            "sizes": min(sizes or [1]),
-            "canvases": min(canvases or [1]),
-            "max_waiting": 1 if max_waiting is None else max_waiting,
-            "max_candidates": max_candidates,
-        }.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingError(name, value, "must be an integer of at least 1")
+        for name, value in (
+            ("batch_size", batch_size),
+            ("sizes", min(sizes or [1])),
+            ("canvases", min(canvases, default=1)),
+            ("max_waiting", 1 if max_waiting is None else max_waiting),
+            ("max_candidates", max_candidates),
+        ):
+            require_count(name, value)
         if sizes is None:
             powers = range(batch_size.bit_length())
             sizes = [*{max(1, batch_size // 8**power) for power in powers}]
@@ -141,10 +139,10 @@ class Engine:
         self.share = OwnRows(self._rows, num_shares(self._rows)).share
         self._is_together = spans_processes(self._rows)
         self._batch_size, self.sizes = batch_size, sorted(sizes)
-        self._canvases = None if canvases is None else sorted(canvases)
-        self._max_waiting, self._max_candidates = max_waiting, max_candidates
+        self._canvases, self._max_waiting = tuple(canvases), max_waiting
+        self._max_candidates = max_candidates
         self._lock = threading.RLock()
-        self._report, self.compiling = Report(), ""
+        self._report = Report()
         self._programs: dict[str, None] = {}
         self._queues: list[Queue] = []  # the next to be served is the first
         self._entries: dict[int, Entry] = {}
@@ -168,7 +166,7 @@ class Engine:
 
         Requests are read lazily, as many as may wait, so the iterable can be arbitrarily long.
         Requests that are submitted in the meantime run as well. ``Row.number`` is the number of the
-        request: by default, requests are numbered in the order in which they are read.
+        request, in the order in which they are read or submitted, from 0.
 
         Args:
           requests: the requests. With several processes, all iterables have the same length, and
@@ -176,8 +174,8 @@ class Engine:
           num_steps: as in `step`.
           is_watched: whether the rows of `requests` are also yielded while they run.
         """
-        for rows in self.turns(requests, num_steps=num_steps, is_watched=is_watched):
-            yield from rows
+        turns = self.turns(requests, num_steps=num_steps, is_watched=is_watched)
+        return itertools.chain.from_iterable(turns)
 
     def turns(
         self,
@@ -292,18 +290,11 @@ class Engine:
           is_watched: whether the row is also returned while it runs.
 
         Raises:
-          ValueError: the engine is closed, the request has fewer steps than blocks, no canvas fits
-            it, or its number is too small.
+          ValueError: the engine is closed.
         """
-        check_canvas(request, self.model.facts, mask_id=self.model.tokenizer.mask_id)
         with self._lock:
             self._check_open()
-            number = self._next_number if request.number is None else request.number
-            if number < self._next_number:
-                raise SettingError(
-                    "number", number, "is already used", f"use at least {self._next_number}"
-                )
-            queue = self._queue_of(request)
+            number, queue = self._next_number, self._queue_of(request)
             entry = Entry(number=number, request=request, queue=queue, is_watched=is_watched)
             self._entries[number], self._next_number = entry, number + 1
             if not (queue.waiting or queue.running or self._is_together):
@@ -414,13 +405,12 @@ class Engine:
             label = f"rows={slots.num_slots} canvas={bucket.canvas}"
             label += " host" * bucket.static.needs_host
             if not steps.has_run:
-                self.compiling = label
                 with slots.loop.lock:  # `warm_up` may be compiling it
                     pass
             waits = queue.num_waiting > fills
             num_ends = max(1, slots.num_slots // _IDLE_SHARE) if waits else None
             ended, taken_B, counted = slots.advance(queue.running, num_steps, num_ends)
-            taken, self.compiling = int(taken_B.sum()), ""
+            taken = int(taken_B.sum())
             self._programs[label] = None
             watched = [e for e in queue.running.values() if e.is_watched and e not in ended]
         rows = slots.rows([*ended, *watched])
@@ -518,15 +508,8 @@ class Engine:
         return self._queues[-1]
 
     def _canvas(self, request: Request) -> int:
-        if self._canvases is None:
-            return canvas_size(request.room, is_shared=True)
-        for canvas in self._canvases:
-            if canvas >= request.room:
-                return canvas
-        raise ValueError(
-            f"the request can fill {request.room} positions, but the longest canvas is "
-            f"{self._canvases[-1]}; use an engine with a longer one"
-        )
+        fitting = [canvas for canvas in self._canvases if canvas >= request.room]
+        return min(fitting, default=canvas_size(request.room, is_shared=True))
 
     def _unstarted(self, entry: Entry, status: Status, error: Exception | None = None) -> Row:
         """Returns the row of a request before its first step."""
@@ -558,8 +541,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, *, steps_per_call: int = 2):
-        if steps_per_call < 1:
-            raise SettingError("steps_per_call", steps_per_call, "must be at least 1")
+        require_count("steps_per_call", steps_per_call)
         self.engine, self._steps_per_call = engine, steps_per_call
         self._is_closing = False
         self._callers: dict[int, asyncio.Queue[Row | Exception]] = {}
@@ -602,7 +584,7 @@ class AsyncEngine:
         """
         engine, rows = self.engine, asyncio.Queue[Row | Exception]()
         self._require_running()
-        if engine.share[1] == 1 and not self._is_closing and not engine.is_compiled(request):
+        if engine.share[1] == 1 and not engine.is_compiled(request):
             # Rows of other programs go on; all processes compile together.
             await asyncio.to_thread(engine.warm_up, request)
         self._require_running()
@@ -642,18 +624,14 @@ class AsyncEngine:
         """
         try:
             while not self._is_closing:
-                if not (self.engine.is_busy or self._work.wait(_SECONDS_PER_CHECK)):
-                    if not (threading.main_thread().is_alive() or loop.is_running()):
-                        return
-                    continue
-                # What was submitted before the event was set is seen by the next step, and an event
-                # that is set from here on ends the next wait.
-                self._work.clear()
-                for rows in self.engine.turns(num_steps=self._steps_per_call):
-                    if rows:
+                if self.engine.is_busy:
+                    if rows := self.engine.step(self._steps_per_call):
                         loop.call_soon_threadsafe(self._deliver, rows)
-                    if self._is_closing:
-                        return
+                elif self._work.wait(_SECONDS_PER_CHECK):
+                    # What is submitted from here on sets the event again.
+                    self._work.clear()
+                elif not (threading.main_thread().is_alive() or loop.is_running()):
+                    return
         except Exception as error:
             self._is_closing = True
             if not loop.is_closed():

@@ -40,8 +40,6 @@ class Candidates(NamedTuple):
       index: position on the canvas.
       step: index of the step of this row, starting at 0.
       tokens: int32, live canvas of the row at the start of the step; MASK at holes.
-      is_hole: True at the holes of `tokens`.
-      first: position of the first token that is not given.
       ids: int32 ``[n]``, ids of the candidates.
       logits: float32 ``[n]``, after the chain.
       logprobs: float32 ``[n]``, log-probability of each candidate in nats, normalised over all
@@ -58,8 +56,6 @@ class Candidates(NamedTuple):
     index: int
     step: int
     tokens: np.ndarray
-    is_hole: np.ndarray
-    first: int
     ids: np.ndarray
     logits: np.ndarray
     logprobs: np.ndarray
@@ -157,19 +153,20 @@ class HostLoop:
     def __init__(self, program: Program, *, compiler_options: Mapping[str, Any] | None = None):
         self.has_run, self.program = False, program
         jit = functools.partial(jax.jit, compiler_options=dict(compiler_options or {}) or None)
-        self._propose = jit(self._propose_once, static_argnames="split")
+
+        def propose(
+            params: Params, state: State, split: NamedSharding | None
+        ) -> tuple[State, StepProposal]:
+            if state.edits is not None:
+                origin_BL = all_places(state.edits.origin_BL)
+                state = state._replace(edits=state.edits._replace(origin_BL=origin_BL))
+            # The trunk splits the rows of a cache over the devices, and groups of rows must match.
+            return propose_step(dataclasses.replace(program, rows=split), params, state)
+
+        self._propose = jit(propose, static_argnames="split")
         self._commit = jit(functools.partial(commit_step, program), donate_argnums=1)
         self._read = jit(functools.partial(_read, program), static_argnames="size")
         self._choose = jit(functools.partial(_choose, program), donate_argnums=1)
-
-    def _propose_once(
-        self, params: Params, state: State, split: NamedSharding | None
-    ) -> tuple[State, StepProposal]:
-        if state.edits is not None:
-            edits = state.edits._replace(origin_BL=all_places(state.edits.origin_BL))
-            state = state._replace(edits=edits)
-        # The trunk splits the rows of a cache over the devices, and groups of rows must match.
-        return propose_step(dataclasses.replace(self.program, rows=split), params, state)
 
     def step(
         self,
@@ -179,7 +176,7 @@ class HostLoop:
         *,
         read_back: Collection[int] = (),
         max_candidates: int = 64,
-        names: Mapping[int, int] | Sequence[int] | None = None,
+        names: Mapping[int, int] | None = None,
         failed: dict[int, Exception] | None = None,
     ) -> tuple[State, list[Written]]:
         """Returns the state after one step and the read-back records. The old state is donated.
@@ -199,7 +196,6 @@ class HostLoop:
         shares = split_rows(params)
         num_rows, num_positions = state.canvas.tokens_BL.shape
         split = None if num_rows % num_shares(shares) else shares
-        names = range(num_rows) if names is None else names
         errors: dict[int, Exception] = {}
         records: list[tuple[int, Written]] = []
 
@@ -210,22 +206,18 @@ class HostLoop:
         state, proposed = call(self._propose, state, split=split)
 
         # The open positions of the rows that the host reads, and fields of their candidates.
-        slots = sorted({*samplers, *read_back})
         places: list[tuple[int, int]] = []
         rows: dict[int, dict[str, Any]] = {}
-        if slots:
+        if slots := sorted({*samplers, *read_back}):
             is_open, is_finite, canvas, step_B = jax.device_get(
                 (proposed.is_open_BL, proposed.filled.is_finite_B, state.canvas, state.step_B)
             )
-            is_hole = (canvas.tokens_BL == self.program.mask_id) & ~canvas.frozen_BL
             for slot in slots:
                 length = canvas.length_B[slot]
                 rows[slot] = {
-                    "row": names[slot],
+                    "row": slot if names is None else names[slot],
                     "step": int(step_B[slot]),
                     "tokens": canvas.tokens_BL[slot, :length].copy(),
-                    "is_hole": is_hole[slot, :length],
-                    "first": int(np.argmin(canvas.frozen_BL[slot])),
                 }
                 indices = np.flatnonzero(is_open[slot] & is_finite[slot]).tolist()
                 places += [(slot, index) for index in indices]

@@ -6,7 +6,6 @@ Given tokens are frozen, MASK marks holes, and draft tokens can be rewritten.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from dlm_jax.sampling.params import (
     given_settings,
     layered,
     resolve,
-    values_of_row,
 )
 from dlm_jax.sampling.propose import Constrained, FillRule, Parallel
 from dlm_jax.sampling.row import RowParams
@@ -77,45 +75,42 @@ def make_canvas(
         raise ValueError(f"{' and '.join(kinds)} cannot be combined; pass only one of them")
     kind, infill, draft = (*kinds, "prompt")[0], asked.get("infill", False), asked.get("draft")
     require(isinstance(infill, bool), "infill", infill, "is not a bool", "use True or False")
-    is_infill = infill or kind == "template"
     why, remedy = "requires tokens", "pass tokens or a template"
     require(not infill or kind == "tokens", "infill", UNSET, why, remedy)
+    is_infill = infill or kind == "template"
     why, remedy = "follows a prompt", "do not combine it with template or infill"
     require(draft is None or not is_infill, "draft", UNSET, why, remedy)
     for name in ("prompt", "template", "draft"):
         if (text := asked.get(name)) is not None:
             require(isinstance(text, str), name, text, "is not a string", "put it in quotes")
             check_size(name, len(text), room)
-    mask_id, prefix = tokenizer.mask_id, np.array(prefix_ids, np.int32)
+    mask_id, is_draft = tokenizer.mask_id, None
     if kind == "tokens":
-        given = _ids(tokenizer, asked["tokens"])
-        has_holes = bool((given == mask_id).any())
-        why, remedy = f"contain no MASK ({mask_id})", "use MASK at the positions to fill"
-        require(has_holes or not infill, "tokens", UNSET, why, remedy)
-        why, remedy = f"contain MASK ({mask_id})", "set infill=True to fill it, or remove it"
-        require(infill or not has_holes, "tokens", UNSET, why, remedy)
-    elif kind == "template":
-        text = _template(tokenizer, asked["template"], gen_length, room)
-        given = np.concatenate([prefix, text])
+        tokens = _ids(tokenizer, asked["tokens"])
+        remedy = "use MASK at the positions to fill" if infill else "set infill=True to fill it"
+        why = f"contain {'no ' * infill}MASK ({mask_id})"
+        require((mask_id in tokens) == infill, "tokens", UNSET, why, remedy)
     else:
-        given = np.concatenate([prefix, tokenizer.encode(asked.get("prompt") or "")])
-    left = room - given.size
-    if not is_infill and draft is None:
-        why = f"of {given.size} tokens leaves no space on the canvas of {room}"
-        remedy = f"shorten it or raise max_length above {given.size}"
+        given, text = asked.get(kind) or "", np.zeros(0, np.int32)
+        if kind == "template":
+            text = _template(tokenizer, given, gen_length, room)
+        elif given:
+            text = tokenizer.encode(given)
+        tokens = np.concatenate([np.array(prefix_ids, np.int32), text])
+    left = room - tokens.size
+    if draft is not None:
+        text, more = tokenizer.encode(draft), min(gen_length, room + 1)
+        require(text.size > 0, "draft", UNSET, "is empty", "pass text to refine, or remove it")
+        is_draft = np.repeat([False, True, False], [tokens.size, text.size, more])
+        tokens = np.concatenate([tokens, text, np.full(more, mask_id, np.int32)])
+    elif not is_infill:
+        why = f"of {tokens.size} tokens leaves no space on the canvas of {room}"
+        remedy = f"shorten it or raise max_length above {tokens.size}"
         require(left > 0, "prompt", UNSET, why, remedy)
-        why = f"and a prompt of {given.size} tokens exceed the canvas of {room}"
+        why = f"and a prompt of {tokens.size} tokens exceed the canvas of {room}"
         remedy = f"use gen_length={left} or less, or raise max_length"
         require(gen_length <= left, "gen_length", gen_length, why, remedy)
-        return np.concatenate([given, np.full(gen_length or left, mask_id, np.int32)]), None
-    tokens, is_draft = given, None
-    if draft is not None:
-        text = tokenizer.encode(draft)
-        require(text.size > 0, "draft", UNSET, "is empty", "pass text to refine, or remove it")
-        holes = np.full(min(gen_length, room + 1), mask_id, np.int32)
-        tokens = np.concatenate([given, text, holes])
-        place = np.arange(tokens.size)
-        is_draft = (given.size <= place) & (place < given.size + text.size)
+        tokens = np.concatenate([tokens, np.full(gen_length or left, mask_id, np.int32)])
     why = f"of {tokens.size} tokens, including holes, exceeds the canvas of {room}"
     name, why = (kind, why) if draft is None else ("prompt", f"and draft {why}")
     require(tokens.size <= room, name, UNSET, why, "shorten it or raise max_length")
@@ -295,8 +290,6 @@ class Request:
       read_back: whether the candidates of each token are recorded.
       capacity: maximum number of tokens of the row after edits; 0 means its current length.
       trace: whether each step is recorded.
-      number: number of the row for host samplers, errors and results, greater than those of all
-        earlier rows of its engine. Default: the next number.
     """
 
     tokens: np.ndarray
@@ -307,7 +300,6 @@ class Request:
     read_back: bool = False
     capacity: int = 0
     trace: bool = False
-    number: int | None = None
 
     @property
     def room(self) -> int:
@@ -418,14 +410,13 @@ def make_requests(
     common: Mapping[str, Any],
     first: int = 0,
     num_samples: int = 1,
-    num_rows: int | None = None,
     known: dict[Any, SamplingParams] | None = None,
 ) -> list[Request]:
     """Returns the requests for one prompt. `first` is added to the seed unless the prompt has its
     own seed.
 
-    `num_rows` is the total number of rows of all prompts. `known` caches resolved settings for
-    other prompts with the same `model` and `common`, but for those with a structure.
+    `known` caches resolved settings for other prompts with the same `model` and `common`, but for
+    those with a structure.
     """
     if not isinstance(prompt, str | Mapping):
         raise SettingError("prompt", prompt, "is neither a string nor a mapping", "pass a string")
@@ -441,49 +432,39 @@ def make_requests(
     room, trace = room_of(model, asked["max_length"]), asked["trace"]
     host = {name: asked[name] for name in _HOST if name in asked}
     layers = [{k: v for k, v in x.items() if k not in _NOT_SETTINGS} for x in (common, own)]
-    num_rows = first + num_samples if num_rows is None else num_rows
-    table, settings, rows = given_settings(*layers, num_rows=num_rows)
+    table, settings = given_settings(*layers)
     known, key = {} if known is None else known, None
-    if not rows and all(type(x) in (bool, int, float, str, type(None)) for x in layers[1].values()):
+    if all(type(x) in (bool, int, float, str, type(None)) for x in layers[1].values()):
         # `repr` distinguishes 1, 1.0 and True, which are equal.
         needs = host.get("host_sampler") is not None, bool(host.get("read_back"))
         key = needs, repr(sorted(layers[1].items()))
     if len(known) > _MOST_KNOWN:
         known.clear()
-    requests: list[Request] = []
-    for index in range(num_samples):
-        if requests and not rows:
-            requests.append(replace(requests[0], seed=seed + index))
-            continue
-        sample = known.get(key)
-        if sample is None:
-            values = values_of_row(settings, rows, first + index)
-            sample = _resolved(model, table, values, host)
-            # An automaton takes up to 16 MiB, and `Structures` caches them already.
-            if key is not None and not sample.structure:
-                known[key] = sample
-        tokens, is_draft = make_canvas(
-            model.tokenizer,
-            text,
-            gen_length=sample.gen_length,
-            room=room,
-            prefix_ids=model.prefix_ids,
-        )
-        # The first step of a draft only reads it, unless the row rewrites tokens at every step.
-        is_once = sample.resample or sample.edits or sample.renoises or sample.is_noise
-        is_refined = sample.refines and (is_once or sample.steps > 1)
-        why = "requires remasking, resampling, re-noising or edits, but none of them is enabled"
-        remedy = "for example, use remask=scheduled, schedule=all and steps=8"
-        require(is_draft is None or is_refined, "draft", UNSET, why, remedy)
-        capacity = room if sample.edits else 0
-        request = Request(
-            tokens, sample, seed + index, is_draft, **host, capacity=capacity, trace=trace
-        )
-        if trace:
-            sample.table.check_trace(sample)
-        check_canvas(request, model.facts, mask_id=model.tokenizer.mask_id)
-        requests.append(request)
-    return requests
+    sample = known.get(key)
+    if sample is None:
+        sample = _resolved(model, table, settings, host)
+        # An automaton takes up to 16 MiB, and `Structures` caches them already.
+        if key is not None and not sample.structure:
+            known[key] = sample
+    tokens, is_draft = make_canvas(
+        model.tokenizer,
+        text,
+        gen_length=sample.gen_length,
+        room=room,
+        prefix_ids=model.prefix_ids,
+    )
+    # The first step of a draft only reads it, unless the row rewrites tokens at every step.
+    is_once = sample.resample or sample.edits or sample.renoises or sample.is_noise
+    is_refined = sample.refines and (is_once or sample.steps > 1)
+    why = "requires remasking, resampling, re-noising or edits, but none of them is enabled"
+    remedy = "for example, use remask=scheduled, schedule=all and steps=8"
+    require(is_draft is None or is_refined, "draft", UNSET, why, remedy)
+    capacity = room if sample.edits else 0
+    request = Request(tokens, sample, seed, is_draft, **host, capacity=capacity, trace=trace)
+    if trace:
+        sample.table.check_trace(sample)
+    check_canvas(request, model.facts, mask_id=model.tokenizer.mask_id)
+    return [replace(request, seed=seed + index) for index in range(num_samples)]
 
 
 _FORMATS = ("text", "json_object", "json_schema", "regex")
@@ -519,16 +500,15 @@ def pattern_of_format(form: Any) -> str | None:
     return regex_of_schema(schema)
 
 
-def structured(
-    model: Model, common: Mapping[str, Any], own: Mapping[str, Any], pattern: str, length: int
-) -> dict[str, Any]:
+def structured(model: Model, common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the own settings of a request with a structure, and the defaults that it needs, for
     settings that neither `own` nor `common` gives.
-
-    `pattern` is the regular expression, and `length` the number of new tokens, or a limit of it.
     """
     table = with_rules(common.get("rules"))
     settings = layered(common, own, table=table)
+    length = settings.get("gen_length") or settings.get("max_length") or model.max_length
+    if type(length) is not int:
+        return dict(own)  # its own check refuses the length
     for name in settings.keys() & {"fill", "block_length"}:
         table.settings[name].checked(settings[name])
     fill = table.fill.get(settings.get("fill", model.sample.fill))
@@ -539,14 +519,13 @@ def structured(
         steps = (length // block + 2) * block if block else length
         needed |= {"order": "left_to_right", "steps": steps}
     needed = {name: value for name, value in needed.items() if name not in common}
-    return needed | dict(own) | {"structure": pattern}
+    return needed | dict(own)
 
 
 def settings_of_call(model: Model, settings: Mapping[str, Any]) -> SamplingParams:
     """Returns the settings of the first row of a call."""
     given = {name: value for name, value in settings.items() if name not in _NOT_SETTINGS}
-    table, given, rows = given_settings(given)
-    return _resolved(model, table, values_of_row(given, rows, 0), settings)
+    return _resolved(model, *given_settings(given), settings)
 
 
 def _resolved(
@@ -554,15 +533,15 @@ def _resolved(
 ) -> SamplingParams:
     """Returns the settings of a row over the model's recommendations, checked against the model.
 
-    `host` contains ``host_sampler`` and ``read_back``, if they are given. A host sampler draws the
-    tokens itself and therefore replaces a recommended fill in waves. Read-back changes no token.
+    `host` contains ``host_sampler`` and ``read_back``, if they are given. Read-back changes no
+    token.
 
     ``fill="auto"`` becomes waves, the even positions of each before the odd ones, for a model of
-    masked noise with a trained sampler head, and parallel for other models. At both measured sizes
-    and every number of steps, these waves gave as good texts as plain ones or better
-    (benchmarks/results/sampler_head.md). The order is not replaced: ``random_filled`` was better
-    for 1.6 million parameters and worse for 56 million, so a model recommends it by its own
-    measurement.
+    masked noise with a trained sampler head, and parallel for other models and for a host sampler,
+    which draws the tokens itself. At both measured sizes and every number of steps, these waves
+    gave as good texts as plain ones or better (benchmarks/results/sampler_head.md). The order is
+    not replaced: ``random_filled`` was better for 1.6 million parameters and worse for 56 million,
+    so a model recommends it by its own measurement.
     """
     is_hosted, is_read = host.get("host_sampler") is not None, bool(host.get("read_back"))
     advised = {name: getattr(model.sample, name) for name in model.sample.table.settings}
@@ -572,12 +551,9 @@ def _resolved(
         advised["order"] = "posterior"
     if given.get("fill", advised["fill"]) == AUTO:
         given = {name: value for name, value in given.items() if name != "fill"}
-        advised["fill"] = "wavefront" if model.fills_in_waves else "parallel"
-        advised |= {"sampler_even_odd": True} if model.fills_in_waves and not is_hosted else {}
-    if is_hosted and "fill" not in given and table.fill.get(advised["fill"]) is not Parallel:
-        why = f"replaces {advised['fill']!r}, whose draws host samplers cannot replace"
-        warnings.warn(f"fill='parallel' {why}", stacklevel=5)
-        advised["fill"] = "parallel"
+        in_waves = model.fills_in_waves and not is_hosted
+        advised["fill"] = "wavefront" if in_waves else "parallel"
+        advised |= {"sampler_even_odd": True} if in_waves else {}
     unit = model.network.block_length or model.network.canvas_length
     length = given.get("block_length", advised["block_length"])
     if unit and type(length) is int and length == 0:
@@ -600,6 +576,12 @@ def _resolved(
         sample = replace(sample, structure=model.structures.automaton(sample.structure))
     check_settings(model, sample)
     return sample
+
+
+def require_count(name: str, value: Any) -> None:
+    """Raises SettingError unless the value is an integer of at least 1."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(is_count, name, value, "must be an integer of at least 1")
 
 
 def _integer(name: str, value: Any) -> int:

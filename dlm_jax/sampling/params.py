@@ -149,10 +149,9 @@ def resolve(*layers: Mapping[str, Any] | None, table: RuleTable = BUILT_IN) -> S
     return params_of(table)(**merged)
 
 
-def given_settings(
-    *layers: Mapping[str, Any], num_rows: int = 1
-) -> tuple[RuleTable, dict[str, Any], frozenset[str]]:
-    """Merges layers of given settings, whose rule objects become names and fields.
+def given_settings(*layers: Mapping[str, Any]) -> tuple[RuleTable, dict[str, Any]]:
+    """Returns the table with the custom rules of the layers, and the merged settings, in which
+    rule objects are names and fields.
 
     A rule object selects its rule and gives all its fields. A list of ``transforms`` is the whole
     chain: the settings of all other transforms have their defaults. If it begins with ``...``, the
@@ -161,37 +160,16 @@ def given_settings(
     Args:
       layers: mappings from names to settings. Later layers take precedence. ``transforms`` (a list
         of rule objects and functions of the logits), ``commit``, ``fill``, ``remask``, ``edit``,
-        ``cache`` and ``renoise`` can be rule objects, whose fields contain one value for all rows
-        or one per row.
-      num_rows: number of rows.
-
-    Returns:
-      The table with the custom rules, the settings, and the names of those that have one value per
-      row. `values_of_row` gives the settings of a row.
+        ``cache`` and ``renoise`` can be rule objects.
     """
     objects = [_rule_objects(layer) for layer in layers]
     classes = [cls for layer in layers for cls in classes_of(layer.get("rules"))]
     classes += [type(rule) for pairs in objects for slot, rule in pairs if SLOTS[slot].selector]
-    table, rows = with_rules(classes), set()
+    table = with_rules(classes)
     named = (_with_names(table, *one) for one in zip(layers, objects, strict=True))
     settings = layered(*named, table=table)
-    for name, value in settings.items():
-        setting = table.settings.get(name)
-        is_list = isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1
-        if setting is None or setting.is_list or not is_list:
-            continue
-        rows.add(name)
-        settings[name] = list(value)
-        if len(value) != num_rows:
-            remedy = "pass one value or one per row"
-            raise ValueError(f"{name} has {len(value)} values for {num_rows} rows; {remedy}")
-    return table, settings, frozenset(rows)
-
-
-def values_of_row(settings: Mapping[str, Any], rows: frozenset[str], index: int) -> dict[str, Any]:
-    """The settings of one row, from `given_settings`; NumPy scalars become Python numbers."""
-    values = ((name, value[index] if name in rows else value) for name, value in settings.items())
-    return {name: v.item() if getattr(v, "ndim", None) == 0 else v for name, v in values}
+    # NumPy scalars become Python numbers.
+    return table, {n: v.item() if getattr(v, "ndim", 1) == 0 else v for n, v in settings.items()}
 
 
 def _rule_objects(layer: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dlm_jax import Model, Request, Row
 from dlm_jax.data import Tokenizer, bytes_of
-from dlm_jax.inference.reader import NewText, TextReader
+from dlm_jax.inference.results import NewText, TextReader
 from dlm_jax.serving.tools import Calls
 
 _LEAST = -9999.0

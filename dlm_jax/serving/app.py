@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 import dlm_jax
 from dlm_jax import AsyncEngine, Counters, Engine, Request, Row, Status
-from dlm_jax.inference.reader import TextReader
+from dlm_jax.inference.results import TextReader
 from dlm_jax.serving.answer import Answer, Done
 from dlm_jax.serving.http import (
     LOGGER,

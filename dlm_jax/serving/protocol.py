@@ -19,12 +19,12 @@ from pydantic import Field
 
 from dlm_jax import Model, Request, make_requests
 from dlm_jax.hf.chat import RESERVED
-from dlm_jax.inference.reader import stops_of
 from dlm_jax.inference.request import (
     check_size,
     pattern_of_format,
     structured,
 )
+from dlm_jax.inference.results import stops_of
 from dlm_jax.sampling.rules import BUILT_IN, with_rules
 from dlm_jax.serving import tools
 from dlm_jax.serving.answer import Answer
@@ -470,9 +470,8 @@ class Planner:
                 name = "stop" if stops else "stop_token_ids"
                 raise refused(f"{name} can truncate a structure; remove {name} or {shape}", name)
             try:
-                common = self._defaults | self._rules
-                most = asked.max_tokens or self._room(asked)
-                settings = structured(self.model, common, settings, pattern, most)
+                common = self._defaults | self._rules | {"max_length": self._room(asked)}
+                settings = structured(self.model, common, settings | {"structure": pattern})
             except ValueError as error:
                 raise of_value(error, shape, structure=shape) from None
         count = asked.n or 1
@@ -487,10 +486,9 @@ class Planner:
         common |= self._rules | self._defaults
         requests: list[Request] = []
         for place, own in enumerate(contents):
-            where = place * count, count, len(contents) * count
             try:
                 requests += make_requests(
-                    self.model, own | settings, common, *where, known=self._known
+                    self.model, own | settings, common, place * count, count, known=self._known
                 )
             except ValueError as error:
                 if asked.rivals and getattr(error, "name", "") == "fill":
@@ -539,7 +537,7 @@ class Planner:
             if form is not None:
                 return shape, pattern_of_format(form)
             if given:
-                return shape, BUILT_IN.settings["structure"].checked(settings["structure"])
+                return shape, settings["structure"]
         except ValueError as error:
             raise of_value(error, shape) from None
         return shape, None

@@ -107,15 +107,14 @@ class Automaton:
         """The automaton as arcs, in host arrays."""
         num_classes = self.next_SC.shape[1]
         labels: dict[bytes, int] = {bytes(num_classes): 0}
-        arcs: list[list[tuple[int, int]]] = []
-        for next_C in self.next_SC:
-            classes = {int(state): next_C == state for state in np.unique(next_C) if state}
-            arcs.append(
-                [
-                    (state, labels.setdefault(is_in_C.tobytes(), len(labels)))
-                    for state, is_in_C in classes.items()
-                ]
-            )
+        arcs = [
+            [
+                (state, labels.setdefault((next_C == state).tobytes(), len(labels)))
+                for state in np.unique(next_C).tolist()
+                if state
+            ]
+            for next_C in self.next_SC
+        ]
         pairs_SD2 = np.zeros((len(arcs), max(1, *map(len, arcs)), 2), np.int32)
         for state, leaving in enumerate(arcs):
             pairs_SD2[state, : len(leaving)] = np.reshape(leaving, (-1, 2))

@@ -11,22 +11,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-from dlm_jax.structured.regex import (
-    CLASSES,
-    LONGEST,
-    Tree,
-    parsed,
-    ranges_of,
-    sre,  # pyright: ignore[reportAttributeAccessIssue]
-    unsupported,
-)
+from dlm_jax.structured.regex import LONGEST, num_characters, parsed
 
-DEPTH = 3
+_DEPTH = 3
 """Maximum depth to which a recursive reference is expanded."""
 
 _SIZES = (
@@ -35,11 +27,10 @@ _SIZES = (
 )  # fmt: skip
 """Largest maximum count and nesting of free values; the first pair with a small expression is
 used."""
-_MOST_POSITIONS = 4200
+_MOST_CHARACTERS = 4200
 _MOST_PARTS = 1 << 14
 _DIGITS = 15  # of decimal numbers that floats tell apart
 _FRACTION = 6  # digits of the fraction of a bounded number
-_UNSAFE = r'"\\\x00-\x1f'
 _CHARACTER = r'([^"\\\x00-\x1F\x7F-\x9F]|\\["\\/bfnrt])'
 _STRING = f'"{_CHARACTER}*"'
 _INTEGER = "(-)?(0|[1-9][0-9]*)"
@@ -75,27 +66,25 @@ _NOTES = {
     *("default", "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator"),
     *("contentMediaType", "contentEncoding"),
 }
-_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _OF_TYPE = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "minItems", "maxItems"),
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "integer": _BOUNDS,
-    "number": _BOUNDS,
+    "string": ("minLength", "maxLength", "format"),
+    "integer": (*_LOWER, *_UPPER),
+    "number": (*_LOWER, *_UPPER),
     "boolean": (),
     "null": (),
 }
 _KINDS = {bool: "boolean", str: "string", list: "array", type(None): "null", dict: "object"}
 _ALONE = {"$ref": (), "allOf": (), "anyOf": (), "const": ("type",), "enum": ("type",)}
 """Keywords that describe a value on their own, and the keywords that are allowed beside them."""
+_REMEDIES = {"oneOf": "use anyOf", "pattern": "use format or enum"}
 
 
-def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> str:
-    """Returns a regular expression for texts that a JSON schema allows.
-
-    Args:
-      schema: the schema.
-      depth: maximum depth to which a recursive reference is expanded.
+def regex_of_schema(schema: Mapping[str, Any] | bool) -> str:
+    """Returns a regular expression for texts that a JSON schema allows. Recursive references are
+    expanded to three levels.
 
     Raises:
       ValueError: the schema has an unsupported keyword or value, or allows no text.
@@ -103,38 +92,25 @@ def regex_of_schema(schema: Mapping[str, Any] | bool, *, depth: int = DEPTH) -> 
     pattern = ""
     for most, any_depth in _SIZES:
         try:
-            written = _SchemaWriter(schema, depth, most, any_depth).value(schema, "#")
+            written = _SchemaWriter(schema, most, any_depth).value(schema, "#")
         except RecursionError:
             raise _refused("#", "it is nested too deeply") from None
         if written is None:
-            raise _refused("#", f"no value matches within {depth} levels")
+            raise _refused("#", f"no value matches within {_DEPTH} levels")
         pattern = written
-        if len(pattern) <= LONGEST and _positions(parsed(pattern)) <= _MOST_POSITIONS:
+        if len(pattern) <= LONGEST and num_characters(parsed(pattern)) <= _MOST_CHARACTERS:
             break
     if len(pattern) > LONGEST:
         raise _refused("#", "its expansion is too large; use fewer references")
     return pattern
 
 
-def _positions(tree: Tree) -> int:
-    """An estimate of the states of an automaton, without separators."""
-    total = 0
-    for op, argument in tree:
-        if op in CLASSES:
-            # A character outside ASCII has states between its bytes.
-            total += 8 if ranges_of(op, argument)[0] else 1
-        elif op is sre.BRANCH and argument[1][0] and argument[1][0][0][0] is not sre.ASSERT:
-            total += sum(map(_positions, argument[1]))
-        elif op is sre.SUBPATTERN:
-            total += _positions(argument[3])
-        elif op is sre.MAX_REPEAT:
-            low, high, inner = argument
-            total += _positions(inner) * max(1, low, 0 if high is sre.MAXREPEAT else high)
-    return total
+class _Refusal(ValueError):
+    """A part of a schema cannot be kept."""
 
 
-def _refused(where: str, why: str) -> ValueError:
-    return ValueError(f"the schema cannot be used: at {where}: {why}"[:300])
+def _refused(where: str, why: str) -> _Refusal:
+    return _Refusal(f"the schema cannot be used: at {where}: {why}"[:300])
 
 
 class _SchemaWriter:
@@ -143,15 +119,17 @@ class _SchemaWriter:
     `any_depth` levels.
     """
 
-    def __init__(self, root: Any, depth: int, most: int, any_depth: int):
-        self._root, self._depth, self._most, self._any_depth = root, depth, most, any_depth
-        self._followed: list[str] = []
-        self._visited = 0
+    def __init__(self, root: Any, most: int, any_depth: int):
+        self._root, self._most, self._any_depth = root, most, any_depth
+        self._references: list[str] = []
+        self._num_parts = 0
 
     def value(self, schema: Any, where: str) -> str | None:
         try:
             return self._value(schema, where)
-        except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
+        except (_Refusal, RecursionError):
+            raise
+        except Exception as error:
             raise _refused(where, f"a keyword is malformed ({error!r})") from None
 
     def _value(self, schema: Any, where: str) -> str | None:
@@ -159,22 +137,21 @@ class _SchemaWriter:
             return None if schema is False else _free(self._any_depth + 1)
         if not isinstance(schema, Mapping):
             raise _refused(where, f"{str(schema)[:60]} is not a schema")
-        self._visited += 1 + len(schema.get("enum", ()))
-        if self._visited > _MOST_PARTS:
+        self._num_parts += 1 + len(schema.get("enum", ()))
+        if self._num_parts > _MOST_PARTS:
             raise _refused(where, "its expansion is too large; use fewer references")
-        ignored = _NOTES | ({"$id"} if schema is self._root else set())
-        names = [name for name in schema if name not in ignored and not name.startswith("x-")]
+        notes = _NOTES | ({"$id"} if schema is self._root else set())
+        names = [name for name in schema if name not in notes and not name.startswith("x-")]
         for alone in set(_ALONE).intersection(names):
-            for name in names:
-                if name not in (alone, *_ALONE[alone]):
-                    raise _refused(where, f"{name!r} beside {alone} is not supported; remove it")
+            for name in set(names).difference([alone], _ALONE[alone]):
+                raise _refused(where, f"{name!r} beside {alone} is not supported; remove it")
         if "$ref" in schema:
             name = schema["$ref"]
-            if self._followed.count(name) > self._depth:
+            if self._references.count(name) > _DEPTH:
                 return None
-            self._followed.append(name)
+            self._references.append(name)
             pattern = self.value(self._target(name, where), where)
-            self._followed.pop()
+            self._references.pop()
             return pattern
         if "allOf" in schema:
             if len(schema["allOf"]) != 1:
@@ -183,20 +160,21 @@ class _SchemaWriter:
         if "anyOf" in schema:
             parts = enumerate(schema["anyOf"])
             return _either(self.value(part, f"{where}/anyOf/{n}") for n, part in parts)
+        kinds = schema.get("type", list(_OF_TYPE))
+        kinds = list(kinds) if isinstance(kinds, list) else [kinds]
         if "const" in schema or "enum" in schema:
-            return _either(map(_literal, _constants(schema, where)))
-        kinds = _types(schema)
+            return _either(map(_literal, _constants(schema, kinds, where)))
         if "type" not in schema:  # those that the keywords imply, or all
-            plain = [kind for kind in kinds if kind != "integer"]
-            kinds = [kind for kind in plain if set(_OF_TYPE[kind]).intersection(names)] or plain
+            kinds.remove("integer")
+            kinds = [kind for kind in kinds if set(_OF_TYPE[kind]).intersection(names)] or kinds
         for kind in kinds:
             if kind not in _OF_TYPE:
                 raise _refused(where, f"type {kind!r} is not supported; use one of {[*_OF_TYPE]}")
         known = {"type", "format"}.union(*(_OF_TYPE[kind] for kind in kinds))
         for name in names:
             if name not in known and not (name == "uniqueItems" and schema[name] is False):
-                advice = "use anyOf" if name == "oneOf" else "remove it"
-                raise _refused(where, f"{name!r} is not supported; {advice}")
+                remedy = _REMEDIES.get(name, "remove it")
+                raise _refused(where, f"{name!r} is not supported; {remedy}")
         writers = {
             "object": self._object,
             "array": self._array,
@@ -221,16 +199,13 @@ class _SchemaWriter:
 
     def _string(self, schema: Mapping[str, Any], where: str) -> str | None:
         low, high = self._counts(schema, "Length", where)
-        form, pattern = schema.get("format"), schema.get("pattern")
-        if form is not None and (not isinstance(form, str) or form in _OTHER_FORMATS):
-            raise _refused(where, f"format {form!r} is not supported; use one of {list(_FORMATS)}")
-        form = _FORMATS.get(form or "")
-        if (form is not None) + (pattern is not None) + bool(low or high is not None) > 1:
-            raise _refused(where, "pattern, format and lengths cannot be combined; keep one")
-        if pattern is not None:
-            form = f"({_in_string(pattern, where)})"
-        if form is not None:
-            return f'"{form}"'
+        name = schema.get("format", "")
+        if not isinstance(name, str) or name in _OTHER_FORMATS:
+            raise _refused(where, f"format {name!r} is not supported; use one of {list(_FORMATS)}")
+        if name in _FORMATS:
+            if low or high is not None:
+                raise _refused(where, "a format and lengths cannot be combined; keep one")
+            return f'"({_FORMATS[name]})"'
         return f'"{_CHARACTER}{_times(low, high)}"' if high is None or low <= high else None
 
     def _counts(self, schema: Mapping[str, Any], name: str, where: str) -> tuple[int, int | None]:
@@ -277,20 +252,10 @@ class _SchemaWriter:
         return rf"\{{{''.join(parts)}[ ]?\}}"
 
 
-def _types(schema: Mapping[str, Any]) -> list[Any]:
-    """The types that a schema allows by its keyword ``type``."""
-    kinds = schema.get("type", list(_OF_TYPE))
-    return list(kinds) if isinstance(kinds, list) else [kinds]
-
-
-def _constants(schema: Mapping[str, Any], where: str) -> list[Any]:
+def _constants(schema: Mapping[str, Any], kinds: Iterable[Any], where: str) -> list[Any]:
     """The values of ``const`` or ``enum`` that have one of the types."""
-    values, kinds = schema.get("enum", [schema.get("const")]), _types(schema)
-    try:
-        is_json = json.loads(json.dumps(values, allow_nan=False)) == values
-    except (TypeError, ValueError):
-        is_json = False
-    if not is_json:
+    values = schema.get("enum", [schema.get("const")])
+    if json.loads(json.dumps(values, allow_nan=False)) != values:
         raise _refused(where, f"the constants {str(values)[:60]} are not JSON; remove them")
     return [
         value
@@ -358,123 +323,51 @@ def _number(schema: Mapping[str, Any], where: str, fraction: int) -> str | None:
     Bounded numbers have no exponent, and at most 15 digits, because readers round longer ones to
     floats, which can reach or cross a bound.
     """
-    bounds = {name: schema[name] for name in _BOUNDS if name in schema}
+    bounds = {name: schema[name] for name in (*_LOWER, *_UPPER) if name in schema}
     for name, value in bounds.items():
         if not _is_number(value):
             raise _refused(where, f"{name}={str(value)[:60]} must be a number")
-        if abs(value) >= 10**_DIGITS and (value > 0) == (name in _BOUNDS[:2]):
+        if abs(value) >= 10**_DIGITS and (value > 0) == (name in _LOWER):
             raise _refused(where, f"{name}={str(value)[:30]} has more than 15 digits; lower it")
     if not bounds:
         return _NUMBER if fraction else _INTEGER
-    parts: list[str | None] = []
+    parts: list[str] = []
     for size in range(fraction, -1, -1):
         # Numbers with `size` digits of a fraction are integers, in units of the last digit.
         low, high = 1 - 10**_DIGITS, 10**_DIGITS - 1
         for name, value in bounds.items():
             bound, is_out = Decimal(str(value)).scaleb(size), name.startswith("ex")
-            if name in _BOUNDS[:2]:
+            if name in _LOWER:
                 low = max(low, math.floor(bound) + 1 if is_out else math.ceil(bound))
             else:
                 high = min(high, math.ceil(bound) - 1 if is_out else math.floor(bound))
-        negative = _magnitudes(max(-high, 1), -low, size)
-        parts += [_magnitudes(max(low, 0), high, size), negative and f"-({negative})"]
+        parts += _decimals(max(low, 0), high, size)
+        parts += [f"-{part}" for part in _decimals(max(-high, 1), -low, size)]
     return _either(parts)
 
 
-def _magnitudes(low: int, high: int, size: int) -> str | None:
-    """An expression for numbers from `low`, >= 0, to `high`, in units of ``10^-size``."""
-    if high < low:
-        return None
-    first, last = (str(n).zfill(size + 1) for n in (low, high))
-    digits = len(first) - size, len(last) - size - 2
-    if size:
-        first, last = (f"{text[:-size]}.{text[-size:]}" for text in (first, last))
-    if len(first) == len(last):
-        return _between(first, last)
-    parts = [_between(first, re.sub("[0-9]", "9", first))]
-    if digits[0] <= digits[1]:
-        parts.append(f"[1-9][0-9]{_times(*digits)}" + (rf"\.[0-9]{{{size}}}" if size else ""))
-    return _either([*parts, _between("1" + re.sub("[0-9]", "0", last[1:]), last)])
-
-
-def _between(low: str, high: str) -> str:
-    """An expression for decimals of one form between two texts."""
-    if not low:
-        return ""
-    (a, *_), (b, *_), below, above = low, high, low[1:], high[1:]
-    if a == b:
-        return (r"\." if a == "." else a) + _between(below, above)
-    zeros, nines = re.sub("[0-9]", "0", below), re.sub("[0-9]", "9", above)
-    any_rest = re.sub("[0-9]+", lambda run: f"[0-9]{{{len(run[0])}}}", below).replace(".", r"\.")
-    begin, end, parts = int(a), int(b), []
-    if below != zeros:
-        parts.append(a + _between(below, nines))
-        begin += 1
-    if above != nines:
-        parts.append(b + _between(zeros, above))
-        end -= 1
-    if begin <= end:
-        parts.append(f"[{begin}-{end}]{any_rest}")
-    return str(_either(parts))
-
-
-# What both Python and ECMA-262 match, and what one of them matches.
-_MEMBERS = {"d": "0-9", "w": "0-9A-Za-z_", "s": " "}
-_NOT_MEMBERS = {"d": r"\d", "w": r"\w", "s": r"\s\ufeff"}
-
-
-def _in_string(pattern: str, where: str) -> str:
-    r"""The expression for the JSON text, between quotes, of strings that match a pattern.
-
-    Classes of characters match what both Python and ECMA-262 match: ``\d`` and ``\w`` are ASCII.
+def _decimals(low: int, high: int, size: int) -> list[str]:
+    """Expressions for numbers from `low`, >= 0, to `high`, in units of ``10^-size``. Each covers
+    a run of numbers that differ in one digit and in all digits behind it.
     """
-    shown = f"pattern {pattern[:60]!r}"
-    for different in re.finditer(r"\\([AZaU])|\\.|(\(\?P<|\{,\d*\}|\[\^?\])", pattern):
-        if different[1] or different[2]:
-            raise _refused(where, f"{shown}: {different[0]!r} differs in Python and ECMA-262")
-    try:
-        return _json_of(parsed(pattern))
-    except ValueError as error:
-        raise _refused(where, f"{shown}: {error}") from None
-
-
-def _json_of(tree: Tree) -> str:
     parts = []
-    for op, argument in tree:
-        if op is sre.ANY:
-            parts.append(rf"[^{_UNSAFE}\u2028\u2029]")
-        elif op in CLASSES:
-            parts.append(_set(*ranges_of(op, argument)))
-        elif op is sre.BRANCH:
-            parts.append(f"({'|'.join(map(_json_of, argument[1]))})")
-        elif op is sre.SUBPATTERN and not argument[1] and not argument[2]:
-            parts.append(f"({_json_of(argument[3])})")
-        elif op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
-            low, high, inner = argument
-            high = None if high is sre.MAXREPEAT else high
-            parts.append(f"({_json_of(inner)}){_times(low, high)}")
-        else:
-            raise unsupported(op)
-    return "".join(parts)
-
-
-def _code(one: str) -> str:
-    return one if one.isalnum() or one in " _" or one > "\x9f" else f"\\x{ord(one):02x}"
-
-
-def _set(is_not: bool, items: Sequence[Any]) -> str:
-    """An expression for a set of characters that JSON writes as they are."""
-    if not is_not and items[0] in (r"\D", r"\W", r"\S") and len(items) == 1:
-        is_not, items = True, [items[0].lower()]
-    parts = []
-    for item in items:
-        if isinstance(item, str):
-            if item.isupper():
-                raise ValueError(f"{item!r} in a set is not supported; write it otherwise")
-            parts.append((_NOT_MEMBERS if is_not else _MEMBERS)[item[1]])
+    while low <= high:
+        width = max(len(str(low)), size + 1)
+        if low == 10 ** (width - 1) and width > size + 1 and high >= 10 * low - 1:
+            # All numbers of this width, and of greater widths.
+            most = len(str(high + 1)) - 1
+            digits, low = f"[1-9][0-9]{_times(width - size - 1, most - size - 1)}", 10**most
+            parts.append(digits + (rf"\.[0-9]{{{size}}}" if size else ""))
             continue
-        low, high = item
-        if not is_not and (low < 0x20 or any(low <= code <= high for code in b'"\\')):
-            raise ValueError("it has characters that JSON escapes; leave them out")
-        parts.append(f"{_code(chr(low))}-{_code(chr(high))}")
-    return f"[^{''.join(parts)}{_UNSAFE}]" if is_not else f"[{''.join(parts)}]"
+        free, unit = 0, 1  # the digits behind the one that differs
+        while free < width - 1 and low % (10 * unit) == 0 and low + 10 * unit - 1 <= high:
+            free, unit = free + 1, 10 * unit
+        digit = low // unit % 10
+        last = min(9, digit + (high - low + 1) // unit - 1)
+        begin = str(low // unit).zfill(width - free)[:-1]
+        digits = [*begin, f"[{digit}-{last}]", *["[0-9]"] * free]
+        if size:
+            digits.insert(len(digits) - size, r"\.")
+        parts.append("".join(digits))
+        low += (last - digit + 1) * unit
+    return parts

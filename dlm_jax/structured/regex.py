@@ -36,7 +36,7 @@ _NAMES = {
     sre.CATEGORY_SPACE: r"\s",
     sre.CATEGORY_NOT_SPACE: r"\S",
 }
-CLASSES = (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN)
+_CLASSES = (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN)
 """The operations that read one character."""
 
 Tree = Sequence[tuple[Any, Any]]
@@ -44,7 +44,7 @@ Tree = Sequence[tuple[Any, Any]]
 
 
 def parsed(pattern: str) -> Tree:
-    """Parses an expression. Anchors at the ends of its alternatives are left out.
+    """Parses an expression. Anchors at its ends are left out.
 
     Raises:
       ValueError: the expression is invalid or has flags.
@@ -57,39 +57,15 @@ def parsed(pattern: str) -> Tree:
         raise ValueError("it is nested too deeply") from None
     if found.state.flags & ~re.UNICODE.value:
         raise ValueError("flags are not supported; remove them")
-    return _without_anchors(found.data)
-
-
-def _without_anchors(tree: Tree, begins: bool = True) -> Tree:
-    while begins and tree and tree[0][0] is sre.AT and tree[0][1] in _BEGINS:
+    tree: Tree = found.data
+    while tree and tree[0][0] is sre.AT and tree[0][1] in _BEGINS:
         tree = tree[1:]
     while tree and tree[-1][0] is sre.AT and tree[-1][1] in _ENDS:
         tree = tree[:-1]
-    # The parser puts a common beginning of alternatives before them.
-    if tree and tree[-1][0] is sre.BRANCH:
-        begins = begins and len(tree) == 1
-        parts = [_without_anchors(list(part), begins) for part in tree[-1][1][1]]
-        return [*tree[:-1], (sre.BRANCH, (None, parts))]
     return tree
 
 
-def behind_of(op: Any, argument: Any) -> str | None:
-    """The ASCII character of a look-behind; None for other operations."""
-    if op not in (sre.ASSERT, sre.ASSERT_NOT) or argument[0] != -1 or len(argument[1]) != 1:
-        return None
-    ((inner, code),) = argument[1]
-    return chr(code) if inner is sre.LITERAL and code < 128 else None
-
-
-def unsupported(op: Any) -> ValueError:
-    """The error for an operation that is not supported."""
-    return ValueError(
-        f"{str(op).lower()} is not supported; use no flags, back-references, possessive repeats or "
-        "\\b, anchors only at the ends, and look only behind at one ASCII character"
-    )
-
-
-def ranges_of(op: Any, argument: Any) -> tuple[bool, list[Any]]:
+def _ranges_of(op: Any, argument: Any) -> tuple[bool, list[Any]]:
     r"""True if a class of characters is negated, and its items: pairs of codes, or categories as
     expressions, such as ``\d``.
     """
@@ -104,6 +80,23 @@ def ranges_of(op: Any, argument: Any) -> tuple[bool, list[Any]]:
         elif inner is not sre.NEGATE:
             items.append(value if inner is sre.RANGE else _NAMES[value])
     return argument[0][0] is sre.NEGATE, items
+
+
+def num_characters(tree: Tree) -> int:
+    """The number of characters of an expression whose repeats are written out."""
+    total = 0
+    for op, argument in tree:
+        if op in _CLASSES:
+            # A character outside ASCII has states between its bytes.
+            total += 8 if _ranges_of(op, argument)[0] else 1
+        elif op is sre.BRANCH and argument[1][0] and argument[1][0][0][0] is not sre.ASSERT:
+            total += sum(map(num_characters, argument[1]))
+        elif op is sre.SUBPATTERN:
+            total += num_characters(argument[3])
+        elif op is sre.MAX_REPEAT:
+            low, high, inner = argument
+            total += num_characters(inner) * max(1, low, 0 if high is sre.MAXREPEAT else high)
+    return total
 
 
 _Rows = tuple[dict[int, int], ...]
@@ -222,8 +215,8 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
         return behind
 
     def one(op: Any, argument: Any, behind: int) -> int:
-        if op in CLASSES:
-            is_not, items = ranges_of(op, argument)
+        if op in _CLASSES:
+            is_not, items = _ranges_of(op, argument)
             return character((is_not, tuple(items)), behind)
         if op is sre.BRANCH:
             return add([(sequence(part, behind), None) for part in argument[1]])
@@ -242,14 +235,18 @@ def compile_regex(pattern: str, *, most_states: int) -> ByteAutomaton:
                     break
                 first = again if count >= high - low else add([(again, None), (behind, None)])
             return first
-        letter = behind_of(op, argument)
-        if letter is None:
-            raise unsupported(op)
-        key = "behind", letter
-        if key not in offsets:
-            offsets[key] = len(table), 1
-            table.append({ord(letter): -1})
-        return add([(behind, (ord(letter), op is sre.ASSERT))])
+        is_behind = op in (sre.ASSERT, sre.ASSERT_NOT) and argument[0] == -1
+        (inner, code), *others = (is_behind and argument[1]) or [(None, 0)]
+        if inner is not sre.LITERAL or code >= 128 or others:
+            raise ValueError(
+                f"{str(op).lower()} is not supported; use no flags, back-references, possessive "
+                "repeats or \\b, anchors only at the ends, and look only behind at one ASCII "
+                "character"
+            )
+        if ("behind", code) not in offsets:
+            offsets["behind", code] = len(table), 1
+            table.append({code: -1})
+        return add([(behind, (code, op is sre.ASSERT))])
 
     try:
         first = sequence(parsed(pattern), 0)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from dlm_jax.batch import Line, RequestFile, Results, fingerprint
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-IDS = TEXTS.filter(lambda text: not text.startswith("line ")) | st.integers(-(2**70), 2**70)
 REQUESTS = st.lists(
     st.fixed_dictionaries(
         {},
         optional={
+            "id": TEXTS | st.integers(-(2**70), 2**70) | st.lists(TEXTS, max_size=2),
             "prompt": TEXTS,
             "tokens": st.lists(st.integers(-5, 99), max_size=3),
             "seed": st.integers(0, 2**40),
@@ -43,22 +43,17 @@ def read(path, content):
 
 @given(
     REQUESTS,
-    st.lists(IDS, min_size=5, max_size=5, unique=True),
     st.booleans(),
     st.sampled_from(["\n", "\r\n", "\n \t\n"]),
     st.sampled_from([b"", b"\xef\xbb\xbf"]),
 )
 @settings(deadline=None, max_examples=30)
-def test_requests_come_back_as_written_in_their_order(source, requests, ids, is_ascii, end, mark):
-    content = "".join(
-        json.dumps({"id": id_} | request, ensure_ascii=is_ascii) + end
-        for id_, request in zip(ids, requests, strict=False)
-    )
-    lines = read(source, mark + content.encode())
+def test_requests_come_back_as_written_in_their_order(source, requests, is_ascii, end, mark):
+    content = "".join(json.dumps(one, ensure_ascii=is_ascii) + end for one in requests)
     step = end.count("\n")
-    assert lines == [
-        Line(1 + i * step, id_, request)
-        for i, (id_, request) in enumerate(zip(ids, requests, strict=False))
+    assert read(source, mark + content.encode()) == [
+        Line(1 + i * step, {k: v for k, v in one.items() if k != "id"}, one.get("id"))
+        for i, one in enumerate(requests)
     ]
 
 
@@ -72,49 +67,35 @@ def test_requests_come_back_as_written_in_their_order(source, requests, ids, is_
         ('["a"]', '["a"] is not an object; write {"prompt": ...}'),
         ("null", "null is not an object"),
         (b'{"prompt": "\xe4"}', "can't decode byte 0xe4"),
-        ('{"id": 1.5}', ": id=1.5 must be a string or an integer"),
-        ('{"id": true}', ": id=true must be a string or an integer"),
         (r'{"id": "\udc00"}', "surrogates not allowed"),
-        ('{"id": "line 7"}', ': id="line 7" is reserved for that line; use another id'),
-        ('{"id": "first"}', ': id="first" is already used by line 1; use unique ids'),
+        (r'{"draft": "\ud800"}', "surrogates not allowed"),
     ],
 )
-def test_a_line_without_a_usable_id_gets_the_id_of_its_number_and_the_reason(source, line, message):
+def test_a_line_that_cannot_be_read_has_its_number_and_the_reason(source, line, message):
     line = line if isinstance(line, bytes) else line.encode()
     content = b'{"id": "first"}\n\n' + line + b'\n{"id": 4, "prompt": "b"}'
     first, bad, last = read(source, content)
-    assert (first, last) == (Line(1, "first", {}), Line(4, 4, {"prompt": "b"}))
-    assert (bad.number, bad.id, bad.settings) == (3, "line 3", {})
+    assert (first, last) == (Line(1, {}, "first"), Line(4, {"prompt": "b"}, 4))
+    assert (bad.number, bad.id, bad.settings) == (3, None, {})
     assert bad.error is not None and bad.error.startswith("in.jsonl line 3")
     assert message in bad.error and "\n" not in bad.error and len(bad.error) < 300
 
 
-@pytest.mark.parametrize("own", [{"n": 0}, {"n": True}, {"n": "2"}, {"draft": "\ud800"}])
-def test_a_line_that_cannot_run_keeps_its_id(source, own):
-    first, bad, last = read(source, "{}\n" + json.dumps({"id": "mine"} | own) + "\n{}")
-    assert (first, last) == (Line(1, "line 1", {}), Line(3, "line 3", {}))
-    assert (bad.number, bad.id, bad.settings) == (2, "mine", {})
-    assert bad.error is not None and bad.error.startswith("in.jsonl line 2")
+RAW_LINES = st.binary(max_size=8).map(lambda raw: raw.replace(b"\n", b" ")) | st.just(b"{}")
 
 
-RAW_IDS = st.sampled_from(["a", "b", "line 1", "line 2", "line 3", "line 03", 1, "1", 0, True, 1.0])
-RAW_LINES = st.one_of(
-    st.binary(max_size=8).map(lambda raw: raw.replace(b"\n", b" ")),
-    RAW_IDS.map(lambda id_: json.dumps({"id": id_}).encode()),
-    RAW_IDS.map(lambda id_: json.dumps({"id": id_, "n": 0}).encode()),
-    st.just(b"{}"),
-)
-
-
-@given(st.lists(RAW_LINES, max_size=8))
+@given(st.lists(RAW_LINES, max_size=8), st.integers(1, 3))
 @settings(deadline=None, max_examples=60)
-def test_whatever_a_file_holds_each_line_that_is_not_blank_has_an_id_of_its_own(source, raws):
-    lines = read(source, b"\n".join(raws))
+def test_whatever_a_file_holds_each_line_that_is_not_blank_is_one_of_one_process(
+    source, raws, count
+):
+    source.write_bytes(b"\n".join(raws))
+    parts = [list(RequestFile(source, index=index, count=count)) for index in range(count)]
     raws[:1] = [raws[0].removeprefix(b"\xef\xbb\xbf")] if raws else []
     numbers = [i for i, raw in enumerate(raws, 1) if raw.strip()]
-    assert [line.number for line in lines] == numbers
-    ids = [json.dumps(line.id) for line in lines]
-    assert len(set(ids)) == len(ids)
+    assert sorted(line.number for part in parts for line in part) == numbers
+    for index, part in enumerate(parts):
+        assert {line.number % count for line in part} <= {index}
 
 
 def test_a_file_that_is_missing_or_changes_is_refused(tmp_path):
@@ -123,22 +104,22 @@ def test_a_file_that_is_missing_or_changes_is_refused(tmp_path):
             RequestFile(path)
     path = tmp_path / "in.jsonl"
     path.write_text("{}\n")
-    lines = RequestFile(path)
+    requests = RequestFile(path)
     path.write_text("{}\n{}\n")
     with pytest.raises(ValueError, match="has changed during the run"):
-        list(lines)
+        list(requests)
 
 
 # Results
 
 RUN = "a" * 64
-ORDER = ["b", 7, "line 3", "7", "ä\u2028\r", 0, "last"]
+ORDER = [2, 3, 5, 8, 13, 21, 40]
 ROOT = Path(__file__).parents[2]
 
 
-def result(id_):
-    text = f"text of {id_}\n\x85\u2028 ä"
-    return {"id": id_, "text": text, "tokens": [1, 2], "length": 2, "steps": 1, "status": "done"}
+def result(number):
+    text = f"text of {number}\n\x85\u2028 ä"
+    return {"line": number, "id": "a", "text": text, "tokens": [1, 2], "status": "done"}
 
 
 def summed(text):
@@ -146,19 +127,23 @@ def summed(text):
     return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
 
 
-def line(id_):
-    return summed(json.dumps(result(id_), ensure_ascii=False))
+def line(number):
+    return summed(json.dumps(result(number), ensure_ascii=False))
+
+
+def lines(order):
+    return [*map(Line, order)]
 
 
 def work(path, *, order=ORDER):
-    """Writes what is missing and sorts it; returns the ids that were written."""
+    """Writes what is missing and sorts it; returns the lines that were written."""
     wrote = []
     with Results(path, fingerprint=RUN) as results:
-        for id_ in reversed(order):
-            if id_ not in results.done:
-                results.write(result(id_))
-                wrote.append(id_)
-        results.finish(order)
+        for number in reversed(order):
+            if number not in results.done:
+                results.write(result(number))
+                wrote.append(number)
+        results.finish(lines(order))
     return wrote
 
 
@@ -185,14 +170,14 @@ def synced():
 def test_what_is_written_is_on_disk_before_it_counts(path, synced):
     with Results(path, fingerprint=RUN) as results:
         assert path.with_name("out.jsonl.run").stat().st_ino in synced
-        results.write(result("b"))
-        results.write(result(7))
-        assert path.read_bytes() == line("b") + line(7)
+        results.write(result(2))
+        results.write(result(3))
+        assert path.read_bytes() == line(2) + line(3)
         own = path.stat().st_ino
         assert own not in synced
     assert own in synced
     with Results(path, fingerprint=RUN) as results:
-        results.finish([7, "b"])
+        results.finish(lines([3, 2]))
     assert path.stat().st_ino != own and path.stat().st_ino in synced
 
 
@@ -209,10 +194,10 @@ def test_each_process_writes_a_file_of_its_own_and_what_determines_the_programs_
     for index in range(3):
         with Results(path, fingerprint=RUN, index=index, count=3, plan={"a": index}) as results:
             assert results.path.name == f"out.jsonl.part-{index:02d}-of-03"
-            results.write(result(index))
-            results.finish([index])
+            results.write(result(index + 1))
+            results.finish(lines([index + 1]))
         with Results(path, fingerprint=RUN, index=index, count=3, plan={"a": 9}) as results:
-            assert results.plan == {"a": index} and index in results.done
+            assert results.plan == {"a": index} and index + 1 in results.done
     with pytest.raises(ValueError, match="index=3 is not a process of count=3"):
         Results(path, fingerprint=RUN, index=3, count=3)
 
@@ -220,19 +205,19 @@ def test_each_process_writes_a_file_of_its_own_and_what_determines_the_programs_
 @given(st.integers(0, 400))
 @settings(deadline=None, max_examples=60)
 def test_a_file_cut_at_any_byte_loses_no_whole_row_and_redoes_only_the_rest(tmp_path_factory, cut):
-    path, ids = tmp_path_factory.mktemp("cut") / "out.jsonl", ORDER[:4]
+    path, numbers = tmp_path_factory.mktemp("cut") / "out.jsonl", ORDER[:4]
     with Results(path, fingerprint=RUN) as results:
-        for id_ in ids:
-            results.write(result(id_))
+        for number in numbers:
+            results.write(result(number))
     whole = path.read_bytes()
     cut %= len(whole) + 1
     os.truncate(path, cut)
     count = whole[:cut].count(b"\n")
     with Results(path, fingerprint=RUN) as results:
-        assert [id_ for id_ in ids if id_ in results.done] == ids[:count]
-        assert path.read_bytes() == b"".join(map(line, ids[:count]))
-        for id_ in ids[count:]:
-            results.write(result(id_))
+        assert [number for number in numbers if number in results.done] == numbers[:count]
+        assert path.read_bytes() == b"".join(map(line, numbers[:count]))
+        for number in numbers[count:]:
+            results.write(result(number))
     assert path.read_bytes() == whole
 
 
@@ -257,9 +242,9 @@ def test_a_run_killed_between_any_two_steps_is_finished_by_running_it_again(tmp_
                 patch.setattr(owner, name, breaking(getattr(owner, name)))
             try:
                 results = Results(path, fingerprint=RUN)
-                for id_ in reversed(ORDER):
-                    results.write(result(id_))
-                results.finish(ORDER)
+                for one in reversed(ORDER):
+                    results.write(result(one))
+                results.finish(lines(ORDER))
             except Broken:
                 pass
             else:
@@ -292,15 +277,15 @@ def test_a_write_that_fails_leaves_nothing_of_its_line(path):
             return getattr(self.writer, name)
 
     results = Results(path, fingerprint=RUN)
-    results.write(result("b"))
+    results.write(result(2))
     writer, results._writer = results._writer, Full(results._writer)
     with pytest.raises(OSError, match="No space left on device"):
-        results.write(result(7))
-    assert path.read_bytes() == line("b") and 7 not in results.done
+        results.write(result(3))
+    assert path.read_bytes() == line(2) and 3 not in results.done
     results._writer = writer
-    results.write(result(7))
+    results.write(result(3))
     results.close()
-    assert path.read_bytes() == line("b") + line(7)
+    assert path.read_bytes() == line(2) + line(3)
 
 
 @pytest.mark.parametrize("content", [b'{"id": 1}\n', b"a letter", b"\n"])
@@ -316,12 +301,12 @@ def test_a_file_of_another_run_is_refused_and_left_as_it_is(path, content, recor
 
 @pytest.mark.parametrize("bad", [b"[" * 100_000, b'{"text": "a"}', b'{"id": 1.5}', b"\xff"])
 def test_a_line_that_is_damaged_or_no_result_is_refused_with_its_number(path, bad):
-    work(path, order=["b"])
+    work(path, order=[2])
     for content, said in ((bad + b"\n", "is damaged"), (summed_bytes(bad), "is not a result")):
-        path.write_bytes(line("b") + content)
+        path.write_bytes(line(2) + content)
         with pytest.raises(ValueError, match=f"out.jsonl line 2 {said}"):
             Results(path, fingerprint=RUN)
-        assert path.read_bytes() == line("b") + content
+        assert path.read_bytes() == line(2) + content
 
 
 def summed_bytes(row):
@@ -331,8 +316,8 @@ def summed_bytes(row):
 
 
 def test_every_flipped_bit_of_results_and_their_record_is_found_or_its_row_redone(path):
-    ids = ORDER[:3]
-    work(path, order=ids)
+    numbers = ORDER[:3]
+    work(path, order=numbers)
     found = redone = 0
     files = (path, path.with_name("out.jsonl.run"))
     contents = [file.read_bytes() for file in files]
@@ -343,25 +328,31 @@ def test_every_flipped_bit_of_results_and_their_record_is_found_or_its_row_redon
             file.write_bytes(damaged)
             try:
                 with Results(path, fingerprint=RUN) as results:
-                    done = [id_ for id_ in ids if id_ in results.done]
+                    done = [number for number in numbers if number in results.done]
             except ValueError:
                 found += 1
             else:
                 # The last line has lost its end: it counts as cut off by a kill.
-                assert file == path and bit // 8 == len(whole) - 1 and done == ids[:-1]
+                assert file == path and bit // 8 == len(whole) - 1 and done == numbers[:-1]
                 redone += 1
             file.write_bytes(whole)
     assert found > 600 and redone
 
 
+def test_of_two_results_of_a_line_the_first_stays(path):
+    work(path, order=[2, 3])
+    path.write_bytes(path.read_bytes() + summed('{"line": 2}'))
+    assert work(path, order=[2, 3]) == [] and is_finished(path.parent, [2, 3])
+
+
 def test_a_file_that_another_process_writes_is_refused_until_it_ends(path):
     with Results(path, fingerprint=RUN) as results:
-        results.write(result("b"))
+        results.write(result(2))
         with pytest.raises(ValueError, match="out.jsonl is being written by another process"):
             Results(path, fingerprint=RUN)
-        results.write(result(7))
+        results.write(result(3))
     with Results(path, fingerprint=RUN) as results:
-        assert len(results.done) == 2
+        assert 2 in results.done and 3 in results.done
 
 
 def test_what_cannot_be_written_is_refused(tmp_path, path):
@@ -370,17 +361,15 @@ def test_what_cannot_be_written_is_refused(tmp_path, path):
         with pytest.raises(ValueError, match=".*choose another --output"):
             Results(place, fingerprint=RUN)
     with Results(path, fingerprint=RUN) as results:
-        results.write(result("b"))
-        for bad in ({}, {"id": None}, {"id": True}, {"id": 1.0}):
-            with pytest.raises(ValueError, match="has no id"):
+        results.write(result(2))
+        for bad in ({}, {"line": None}, {"line": True}, {"line": 1.0}, {"line": 0}):
+            with pytest.raises(ValueError, match="has no line"):
                 results.write(bad)
         with pytest.raises(ValueError, match="exists already; write each result once"):
-            results.write(result("b"))
-        with pytest.raises(ValueError, match="lacks the result of 7; run again"):
-            results.finish(["b", 7])
-        with pytest.raises(ValueError, match="out.jsonl is closed; open the results again"):
-            results.write(result("c"))
-    assert path.read_bytes() == line("b")
+            results.write(result(2))
+        with pytest.raises(ValueError, match="lacks the result of line 3; run again"):
+            results.finish(lines([2, 3]))
+    assert path.read_bytes() == line(2)
 
 
 def test_the_fingerprint_is_that_of_content_model_and_settings_and_no_others(tmp_path):

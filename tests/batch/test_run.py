@@ -14,7 +14,7 @@ import toy_model
 
 import dlm_jax
 from dlm_jax.batch import runner
-from dlm_jax.batch.json_lines import RequestFile, Results, share
+from dlm_jax.batch.json_lines import RequestFile, Results
 from dlm_jax.batch.runner import describe_model, describe_settings, run_requests
 from dlm_jax.config import SamplingParams
 from dlm_jax.data.tokenizers import CharacterTokenizer
@@ -75,12 +75,11 @@ def _write(path, requests):
 
 
 def _run(
-    directory, requests, *, model=MODEL, stop_after=None, batch_size=8, index=0, count=1,
-    num_samples=1, **options,
+    directory, requests, *, model=MODEL, stop_after=None, batch_size=8, index=0, count=1, **options,
 ):  # fmt: skip
     """The rows of the output file after a run, which may be stopped after some results."""
     source = _write(directory / "in.jsonl", requests)
-    lines = list(RequestFile(source, num_samples=num_samples))
+    lines = RequestFile(source, index=index, count=count)
     target = directory / "out.jsonl"
     seen = []
 
@@ -95,11 +94,9 @@ def _run(
     try:
         with results:
             run_requests(
-                model, share(lines, index, count), write, done=results.done, seed=5,
-                batch_size=batch_size, **options,
-            )  # fmt: skip
-            own = share(lines, index, count)
-            results.finish([key for line in own for key in line.keys])
+                model, lines, write, done=results.done, seed=5, batch_size=batch_size, **options
+            )
+            results.finish(lines)
     except KeyboardInterrupt:
         assert stop_after is not None
     return [json.loads(line) for line in results.path.read_text().splitlines()]
@@ -118,10 +115,11 @@ def _requests(path):
 
 
 def test_every_request_is_answered_in_order_with_what_it_asked_for(whole):
-    assert [row["id"] for row in whole] == [*range(20), "line 21", "wide", "own seed"]
+    assert [row.get("id") for row in whole] == [*range(20), None, "wide", "own seed"]
+    assert [row["line"] for row in whole] == [*range(1, 24)]
     for request, row in zip(REQUESTS, whole, strict=True):
-        assert set(row) == {
-            "id", "text", "tokens", "length", "steps", "forwards", "filled", "status", "waves",
+        assert {*row} - {"id"} == {
+            "line", "text", "tokens", "length", "steps", "forwards", "filled", "status", "waves",
             "seconds", "crc",
         }  # fmt: skip
         assert row["status"] == "done"
@@ -145,8 +143,8 @@ def test_a_line_is_what_generate_makes_of_it_alone(whole):
 def test_a_stopped_run_goes_on_and_writes_what_an_unstopped_one_does(tmp_path, whole, stop_after):
     stopped = _run(tmp_path, REQUESTS, stop_after=stop_after)
     assert len(stopped) == stop_after
-    by_id = {row["id"]: row for row in _untimed(whole)}
-    assert all(row == by_id[row["id"]] for row in _untimed(stopped))
+    by_line = {row["line"]: row for row in _untimed(whole)}
+    assert all(row == by_line[row["line"]] for row in _untimed(stopped))
     again = _run(tmp_path, REQUESTS)
     assert _untimed(again) == _untimed(whole)
     assert _run(tmp_path, REQUESTS) == again
@@ -155,7 +153,7 @@ def test_a_stopped_run_goes_on_and_writes_what_an_unstopped_one_does(tmp_path, w
 def test_a_stopped_run_goes_on_with_another_number_of_slots(tmp_path, whole):
     stopped = _run(tmp_path, REQUESTS, stop_after=9)
     again = _run(tmp_path, REQUESTS, batch_size=4)
-    assert [row["id"] for row in again] == [row["id"] for row in whole]
+    assert [row["line"] for row in again] == [row["line"] for row in whole]
     assert all(row in again for row in stopped)
 
 
@@ -186,6 +184,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         ({"logit_bias": {"999": 1.0}, "chain": ["bias"]}, "logit_bias has id 999"),
         ({"logit_bias": {"1": 10**400}}, "logit_bias"),
         ({"top_k": [3]}, "top_k is a list"),
+        ({"n": 2}, "n=2 is not a sampling setting; a line of a file is one row; repeat"),
         ({"dry_breakers": ["a"]}, "dry_breakers"),
     ]
     *rows, last = _run(tmp_path, [*(line for line, _ in bad), {"prompt": "A ", "gen_length": 4}])
@@ -255,7 +254,7 @@ def test_a_long_file_runs_in_programs_of_one_size_and_is_read_as_rows_start(tmp_
 
     def write(result, new):
         results.write(result)
-        seen.append(result["id"])
+        seen.append(result["line"])
         # The rows that wait, and those in the slots of two programs.
         assert len(read) <= len(seen) + 6 + 2 * 4
 
@@ -268,7 +267,7 @@ def test_a_long_file_runs_in_programs_of_one_size_and_is_read_as_rows_start(tmp_
             programs.append({*run_requests(MODEL, some, write, done=results.done, **results.plan)})
         read.clear()
         plan = {"batch_size": 8, "read_ahead": 1000}  # that of the first run stays
-    assert sorted(seen) == sorted(line.id for line in lines)
+    assert sorted(seen) == sorted(line.number for line in lines)
     assert programs == [{"rows=4 canvas=64"}, {"rows=4 canvas=64", "rows=4 canvas=128"}]
 
 
@@ -318,16 +317,6 @@ def test_own_rules_are_told_apart_by_their_source(tmp_path, monkeypatch):
     space = {"__name__": "typed"}
     exec(text, space)
     assert describe_settings({"rules": [space["Left"]]}) == {"rules": ["typed.Left without source"]}
-
-
-def test_samples_of_a_file_are_those_of_generate(tmp_path):
-    requests = [{"prompt": text, "gen_length": 4, "steps": 4} for text in ("A ", "The ")]
-    rows = _run(tmp_path, requests, num_samples=3)
-    assert [(row["id"], row["sample"]) for row in rows] == [
-        (f"line {line}", sample) for line in (1, 2) for sample in range(3)
-    ]
-    made = dlm_jax.generate(MODEL, requests, num_samples=3, seed=5)
-    assert made.texts == tuple(row["text"] for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_pairs_score_the_responses_given_their_prompts(run_dir, tmp_path, capsys
     path.write_text(
         '{"prompt": "The cat ", "response": "sat."}\n{"prompt": "A ", "response": "rat"}\n'
     )
-    (record,) = _records(run_dir, capsys, "--pairs", path, "--num-draws", "2")
+    (record,) = _records(run_dir, capsys, "--text", path, "--num-draws", "2")
     expected = score(toy_model.MODEL, ["sat.", "rat"], prompts=["The cat ", "A "], num_draws=2)
     assert record["tokens"] == 7
     assert record["nats_per_token"] == pytest.approx(expected.nats_per_token[0], rel=1e-5)
@@ -67,7 +67,7 @@ def test_without_texts_the_held_out_part_of_a_corpus_is_scored(run_dir, tmp_path
         (["--num-draws", "0"], "argument --num-draws: 0 is not in [1, "),
         (["--batch-size", "-1"], "argument --batch-size: -1 is not in [1, "),
         (["--seed", str(2**64)], "argument --seed: 18446744073709551616 is not in [0, "),
-        (["--pairs", "bad.jsonl"], "bad.jsonl"),
+        (["--text", "bad.jsonl"], "bad.jsonl"),
         (["--held-out", "nowhere.txt"], "nowhere.txt does not exist"),
     ],
 )
@@ -180,7 +180,6 @@ def test_texts_in_json_are_scored_as_the_texts_that_they_are(run_dir, tmp_path, 
     expected = score(toy_model.MODEL, texts)
     assert (record["texts"], record["characters"]) == (2, 22)
     assert record["nats_per_token"] == pytest.approx(expected.nats_per_token[0], rel=1e-5)
-    path.write_text(json.dumps([{"prompt": "A", "response": "b"}]).strip("[]" * (not is_list)))
-    with pytest.raises(SystemExit):
-        evaluation.main(["--checkpoint", str(run_dir), "--text", str(path)])
-    assert "1 has a prompt; pass the file as --pairs" in capsys.readouterr().err
+    path.write_text(json.dumps([{"prompt": "A", "completion": "b"}]).strip("[]" * (not is_list)))
+    line = _refused(capsys, "--checkpoint", run_dir, "--text", path)
+    assert "1 is a conversation; write prompt and response" in line

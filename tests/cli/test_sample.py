@@ -7,7 +7,7 @@ import sys
 import pytest
 import saved_model
 
-from dlm_jax.cli import sample, sample_file
+from dlm_jax.cli import sample
 from dlm_jax.cli.ends import End
 
 
@@ -40,30 +40,6 @@ def test_standard_output_holds_the_texts_alone(run_dir, capsys):
 # The chain is short, so that it compiles fast.
 SHORT = ["--chain", "temperature", "--gen-length", "4", "--steps", "4", "--order", "left_to_right"]
 SAMPLER = "from dlm_jax.inference.host import Candidates\nlikeliest = lambda c: c.ids[0]\n"
-
-
-def test_read_back_tells_of_each_token_on_standard_error(run_dir, capsys):
-    flags = [*SHORT, "--prompt", "A ", "--num-samples", "2", "--ignore-eos"]
-    assert _run(run_dir, *flags) == 0
-    plain = capsys.readouterr().out
-    assert _run(run_dir, *flags, "--read-back", "3") == 0
-    out, err = capsys.readouterr()
-    assert out == plain
-    lines = [line for line in err.splitlines() if line.startswith("row ")]
-    assert len(lines) == 8
-    texts = [list(text) for text in out.removesuffix("\n").split("\n---\n")]
-    for number, line in enumerate(lines):
-        row, step = divmod(number, 4)
-        found = re.fullmatch(
-            rf"row {row} step {step} position {step + 2}: (\S+|' ') p=(\S+) of (\d+) candidates: "
-            r"(.+? -?[\d.e+-]+), (.+? -?[\d.e+-]+), (.+? -?[\d.e+-]+)",
-            line,
-        )
-        assert found, line
-        assert 0 < float(found[2]) <= 1
-        if found[1].startswith("'"):
-            assert found[1].strip("'") == texts[row][step + 2]
-    assert "rows=2 canvas=64 host" in err
 
 
 def test_a_host_sampler_is_imported_from_the_working_directory(
@@ -118,7 +94,7 @@ def test_a_model_is_extended_by_functions_of_modules(run_dir, tmp_path, capsys, 
         (["--host-sampler", "nowhere"], "--host-sampler nowhere is not MODULE:FUNCTION"),
         (["--host-sampler", "no_where:f"], "no_where fails: ModuleNotFoundError: No module"),
         (["--host-sampler", "json:dumpz"], "json has no 'dumpz'; did you mean 'dump'?"),
-        (["--read-back", "99"], "--read-back 99 is more than --max-candidates; raise it"),
+        (["--read-back", "9"], "it was removed; pass read_back=True in Python"),
         (["--steps", "0"], "error: --steps=0 is outside [1, "),
         (["--steps", "many"], "error: --steps='many' is not an integer"),
         (["--num-samples", "0"], "argument --num-samples: 0 is not in [1, "),
@@ -140,11 +116,9 @@ def test_a_model_is_extended_by_functions_of_modules(run_dir, tmp_path, capsys, 
         (["--no-edit", "true"], "unknown argument 'true'"),
         (["--prompts", "in.jsonl"], "--prompts and --output require each other"),
         (["--prompts", "i", "--output", "o", "--prompt", "A"], "--prompt has no effect with"),
-        (["--prompts", "i", "--output", "o", "--read-back", "2"], "--read-back has no effect with"),
+        (["--prompts", "i", "--output", "o", "--num-samples", "2"], "--num-samples has no effect"),
         (["--prompts", "i", "--output", "o"], "i cannot be read"),
         (["--num-processes", "2"], "--num-processes and --process-id require --prompts"),
-        (["--trace", "nowhere/page.html"], "the directory does not exist"),
-        (["--watch", "--read-back", "2"], "cannot be combined"),
         (
             ["--prompts", "i", "--output", "o", "--order", "randon"],
             "--order='randon' is not one of",
@@ -193,6 +167,10 @@ def test_a_template_is_filled_watched_and_kept_on_a_page(run_dir, capsys, tmp_pa
     assert out == plain
     assert "row 0" in err and "step 4/4" in err and f"wrote {page}" in err
     assert "<html" in page.read_text()
+    lost = tmp_path / "nowhere" / "page.html"
+    assert _run(run_dir, *flags, "--trace", str(lost)) == End.NO_PAGE
+    out, err = capsys.readouterr()
+    assert out == plain and f"--trace {lost} cannot be written" in err
 
 
 def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
@@ -225,17 +203,17 @@ def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, m
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(f'{{"gen_length": {n}, "steps": {n}}}\n' for n in (2, 20)))
     flags = ["--prompts", str(source), "--output", str(target), *TINY[:2], *TINY[6:]]
-    progress = sample_file.Progress
+    progress = sample.Progress
 
     class Interrupted(progress):
         def update(self, pieces=1, *, work=None, note=None):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(sample_file, "Progress", Interrupted)
+    monkeypatch.setattr(sample, "Progress", Interrupted)
     assert _run(run_dir, *flags) == 130
     assert "resumes from here" in capsys.readouterr().err
-    assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == ["line 1"]
-    monkeypatch.setattr(sample_file, "Progress", progress)
+    assert [json.loads(line)["line"] for line in target.read_text().splitlines()] == [1]
+    monkeypatch.setattr(sample, "Progress", progress)
     # Another number of slots makes it no other run.
     assert _run(run_dir, *flags, "--batch-size", "3") == 0
     assert "1 of 2 requests are done" in capsys.readouterr().err

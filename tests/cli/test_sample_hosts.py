@@ -103,7 +103,7 @@ def test_two_processes_print_the_texts_once(run_dir):
 @pytest.mark.slow
 def test_a_killed_process_ends_the_other(run_dir, tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps({"prompt": "A", "n": 64}) + "\n" for _ in range(5000)))
+    source.write_text((json.dumps({"prompt": "A"}) + "\n") * 320_000)
     files = ["--prompts", source, "--output", output]
     how = ["--gen-length", "30", "--batch-size", "4", "--mesh.data", "4"]
     first, second = _start_two(["--checkpoint", run_dir, *SHORT, *files, *how])
@@ -136,7 +136,7 @@ def test_processes_with_other_flags_or_files_are_refused(run_dir, tmp_path):
         (["--batch-size", "6"], {"data": 4}, "--batch-size 6 is not divisible by the 4 devices"),
         ([], {"data": 3}, "do not multiply to 4, the number of devices"),
         (["--watch"], {"data": 4}, "canvases can only be shown in a single process"),
-        (["--read-back", "2"], {"data": 4}, "host samplers and read-back need whole rows in"),
+        (["--host-sampler", "operator:index"], {"data": 4}, "host samplers and read-back need"),
     ],
 )
 def test_what_several_processes_cannot_do_ends_with_code_2_in_each(run_dir, flags, axes, said):

@@ -186,15 +186,15 @@ def test_a_fill_that_cannot_give_candidates_refuses_read_back_by_name():
         settings_of_call(MODEL, {"fill": "constrained", "structure": "a{4}", "read_back": True})
 
 
-def test_a_host_sampler_replaces_recommended_waves_with_a_warning():
+def test_auto_is_parallel_for_a_host_sampler_which_refuses_waves():
+    auto = dataclasses.replace(WAVES, sample=dataclasses.replace(WAVES.sample, fill="auto"))
     settings = {"host_sampler": lambda c: c.ids[0]}
     asked = {"seed": 3, "gen_length": 6}
-    with pytest.warns(UserWarning, match="fill='parallel' replaces 'wavefront'"):
-        made = dlm_jax.generate(WAVES, ["The "], **asked, **settings)
+    made = dlm_jax.generate(auto, ["The "], **asked, **settings)
     assert made.counters.waves.tolist() == [0]
-    parallel = dlm_jax.generate(WAVES, ["The "], **asked, **settings, fill="parallel")
+    parallel = dlm_jax.generate(auto, ["The "], **asked, **settings, fill="parallel")
     assert made.texts == parallel.texts
-    assert dlm_jax.generate(WAVES, ["The "], **asked).counters.waves[0] > 0
+    assert dlm_jax.generate(auto, ["The "], **asked).counters.waves[0] > 0
     with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
-        dlm_jax.generate(WAVES, ["The "], **asked, **settings, fill="wavefront")
+        dlm_jax.generate(WAVES, ["The "], **asked, **settings)
     assert "use fill='parallel'" in str(refusal.value)

@@ -131,15 +131,13 @@ def test_a_hosted_row_draws_the_same_whatever_else_is_hosted():
     assert (alone[[0, 2]] != together[[0, 2]]).any()
 
 
-def test_candidates_carry_a_number_of_their_own_and_say_what_was_given():
+def test_candidates_carry_a_number_of_their_own():
     _, records = _run({}, read_back=[0, 1], temperature=0.0)
     uniforms = [record.candidates.uniform for record in records]
     assert len(set(uniforms)) == len(uniforms)
     assert min(uniforms) >= 0 and max(uniforms) < 1
     for record in records:
-        assert record.candidates.first == 1
         assert record.candidates.is_greedy == (record.candidates.row == 1)
-        assert record.candidates.is_hole.tolist() == (record.candidates.tokens == toy.MASK).tolist()
         assert len(record.candidates.tokens) == LENGTH
 
 

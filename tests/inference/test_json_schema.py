@@ -22,12 +22,10 @@ LAUGHS: dict[str, Any] = {
 }
 LAUGHS["25"] = NULL
 NODE = {"type": "object", "properties": {"n": {"$ref": "#/$defs/a"}}}
-# Characters that Python and ECMA-262 classify differently are among them.
 ALPHABET = [chr(code) for code in range(1, 127)] + list("éß٣²\x85\xa0\u2028\u3000\ufeff😀")
 NAMES = ["a", "b", "c", 'q"', "d e"]
 CONSTANTS = [0, 1, True, False, None, 1.0, 1.5, -2, "", "a", 'x"\n', [1], [True], {"a": 1}, {}]
 LARGE = [10**400, -(10**400), 2**53 + 1, 1e300, -1e300, 5e-324, 0.1 + 0.2, 10**19, 1e-7]
-PATTERNS = [r"^\d+$", r"^\w{1,3}$", r"^[^\d]\s\S.$", "a|b", r"^[\W\d]+$", r"^[^\D][^\W]$", "x*?"]
 
 
 def _number(rng: random.Random) -> Any:
@@ -51,8 +49,7 @@ def _schema(rng: random.Random, depth: int = 2) -> Any:
     if kind == "string":
         lengths = {"minLength": rng.randint(0, 2), "maxLength": rng.choice([1, 3, 10_000])}
         return {"type": "string"} | rng.choice([
-            some(**lengths), {"pattern": rng.choice(PATTERNS)},
-            {"format": rng.choice(["date", "ipv4", "uuid", "email"])},
+            some(**lengths), {"format": rng.choice(["date", "ipv4", "uuid", "email"])},
         ])  # fmt: skip
     if kind == "constants":
         return rng.choice([
@@ -142,20 +139,6 @@ def test_every_text_of_a_random_schema_is_valid(seed, number):
     assert all(one.startswith(told) for one in refusals)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "both"),
-    [(r"^\d+$", "[0-9]+"), (r"^\w$", "[0-9A-Za-z_]"), (r"^\D$", r"[^\d]"), (r"^\W$", r"[^\w]"),
-     (r"^\s$", " "), (r"^\S$", r"[^\s\ufeff]"), (r"^[^\s]$", r"[^\s\ufeff]"),
-     (r"^[^\da]$", r"[^\da]"), (r"^[\w-]$", "[0-9A-Za-z_-]"), (r"^.$", r"[^\n\r\u2028\u2029]")],
-)  # fmt: skip
-def test_a_class_of_characters_is_what_python_and_ecma_both_match(pattern, both):
-    automaton = compile_regex(regex_of_schema({"pattern": pattern}), most_states=1 << 14)
-
-    for c in ALPHABET:
-        if c >= " " and c not in '"\\':
-            assert accepts(automaton, f'"{c}"') == (re.fullmatch(both, c) is not None), c
-
-
 @pytest.mark.parametrize("bound", [5, 0, -3, 0.5, 999.5, 10**15 - 9, 123456.789])
 def test_a_fraction_that_a_float_rounds_to_an_excluded_bound_does_not_match(bound):
     for name, step in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1), ("minimum", 0)):
@@ -194,9 +177,9 @@ def test_numbers_are_those_within_the_bounds(seed):
 
 
 def test_recursion_ends_at_the_depth():
-    pattern = regex_of_schema({"$ref": "#/$defs/a", "$defs": {"a": NODE}}, depth=1)
-    assert re.fullmatch(pattern, '{"n": {"n": {}}}'.replace(': {"n": {}}', ": {}"))
-    assert not re.fullmatch(pattern, '{"n": {"n": {}}}')
+    pattern = regex_of_schema({"$ref": "#/$defs/a", "$defs": {"a": NODE}})
+    assert re.fullmatch(pattern, '{"n": {"n": {"n": {}}}}')
+    assert not re.fullmatch(pattern, '{"n": {"n": {"n": {"n": {}}}}}')
 
 
 @pytest.mark.parametrize(
@@ -252,8 +235,8 @@ def test_a_format_that_json_schema_does_not_define_has_no_effect(schema, name):
     [
         ({"properties": {"a": {"not": {}}}}, "at #/properties/a: 'not' is not supported"),
         ({"items": {"type": "string", "format": "iri"}}, "at #/items: format 'iri'"),
-        ({"anyOf": [NULL, {"type": "string", "pattern": "(?=a)"}]}, "at #/anyOf/1: pattern"),
-        ({"type": "string", "pattern": "("}, "at #: pattern '\\('"),
+        ({"anyOf": [NULL, {"pattern": "a"}]}, "at #/anyOf/1: 'pattern' is .*; use format or enum"),
+        ({"format": "date", "maxLength": 9}, "at #: a format and lengths cannot be combined"),
         ({"$ref": "#/$defs/x"}, "'#/\\$defs/x' does not exist"),
         ({"$ref": "http://x"}, "is not in this schema"),
         ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
@@ -262,7 +245,7 @@ def test_a_format_that_json_schema_does_not_define_has_no_effect(schema, name):
         ({"type": "integer", "minimum": 5, "maximum": 4}, "no value matches"),
         ({"type": "array", "minItems": 3, "maxItems": 1}, "no value matches"),
         ({"type": "text"}, "type 'text' is not supported"),
-        ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "several parts"),
+        ({"allOf": [{"minLength": 1}, {"maxLength": 2}]}, "several parts"),
         ({"$ref": "#/$defs/a", "$defs": {"a": NODE | {"required": ["n"]}}}, "within 3 levels"),
         ({"$ref": "#/$defs/0", "$defs": LAUGHS}, "its expansion is too large"),
         ({"type": "string", "format": {}}, "at #: format {}"),
@@ -275,16 +258,12 @@ def test_a_format_that_json_schema_does_not_define_has_no_effect(schema, name):
         ({"minLength": 10**400}, "minLength=1000.* is too large; use 4000"),
         ({"minLength": 1.5}, "must be a non-negative integer"),
         ({"maxItems": -(10**400)}, "must be a non-negative integer"),
-        ({"const": float("nan")}, "the constants \\[nan\\] are not JSON"),
+        ({"const": float("nan")}, "at #: a keyword is malformed .*JSON"),
         ({"oneOf": [NULL]}, "'oneOf' is not supported; use anyOf"),
         ({"const": True, "enum": [1]}, "beside .* is not supported"),
         ({"anyOf": [{}], "type": "object"}, "'type' beside anyOf is not supported"),
         ({"$ref": "#", "required": ["a"]}, "'required' beside \\$ref is not supported"),
         ({"properties": {"a": {"$id": "b"}}}, "'\\$id' is not supported"),
-        ({"pattern": "a\\nb"}, "characters that JSON escapes"),
-        ({"pattern": "(?i)a"}, "flags are not supported"),
-        ({"pattern": "a{,3}"}, "'{,3}' differs in"),
-        ({"pattern": "[]a]"}, "differs in Python and ECMA-262"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_by_place(schema, told):

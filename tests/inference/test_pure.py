@@ -177,7 +177,7 @@ def test_rows_have_their_own_seeds_and_only_their_drafts_can_be_rewritten():
     [
         ({"prompt": "x"}, "^prompt is not a setting of a sampler"),
         ({"orders": "random"}, "orders"),
-        ({"temperature": [0.5, 1.0]}, "temperature has 2 values"),
+        ({"temperature": [0.5, 1.0]}, "temperature=.* is not a number"),
         ({"trace": True, "mirostat": 1}, "^mirostat=1 has no trace"),
     ],
 )
@@ -197,8 +197,6 @@ def test_rows_are_refused_at_the_door():
         tiny().init(tokens, two, two, jnp.zeros(3, bool))
     with pytest.raises(ValueError, match="row 1 of length 4"):
         tiny().init(tokens, jnp.array([3, 4]), two)
-    with pytest.raises(SettingError, match="^trace=False records no draws"):
-        tiny(False).trace(begun(SEEDS, False))
     grows = dlm_jax.sampler(
         dataclasses.replace(enumerable.MODEL, max_length=9), edit=True, resample=True,
         schedule="all", edit_token="mask",

@@ -61,7 +61,7 @@ def test_completions_are_those_of_generate(client):
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
-def test_a_stream_holds_the_whole_answer_block_by_block(client):
+def test_a_stream_holds_the_whole_answer_as_its_tokens_settle(client):
     asked = {"model": "toy", "prompt": "A ", "max_tokens": 12, "seed": 3}
     own = {"steps": 12, "block_length": 4, "order": "low_confidence", "ignore_eos": True}
     whole = client.completions.create(**asked, extra_body=own)
@@ -71,10 +71,12 @@ def test_a_stream_holds_the_whole_answer_block_by_block(client):
         )
     )
     *pieces, last = chunks
-    assert [len(piece.choices[0].text) for piece in pieces] == [4, 4, 4]
+    sizes = [len(piece.choices[0].text) for piece in pieces]
+    assert len(sizes) > 2 and min(sizes) > 0
     assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
-    assert [piece.choices[0].finish_reason for piece in pieces] == [None, None, "length"]
-    assert [len(piece.choices[0].logprobs.tokens) for piece in pieces] == [4, 4, 4]
+    *ends, end = [piece.choices[0].finish_reason for piece in pieces]
+    assert {*ends} == {None} and end == "length"
+    assert [len(piece.choices[0].logprobs.tokens) for piece in pieces] == sizes
     assert last.choices == [] and last.usage.completion_tokens == whole.usage.completion_tokens
     assert len({chunk.id for chunk in chunks}) == 1
 

@@ -26,7 +26,7 @@ def _answered(directory, model, requests):
         lines = list(RequestFile(source))
         run_requests(model, lines, lambda one, _: results.write(one), seed=5, batch_size=8)
     rows = [json.loads(line) for line in target.read_text().splitlines()]
-    return sorted((row for row in rows if "text" in row), key=lambda row: row["id"])
+    return sorted((row for row in rows if "text" in row), key=lambda row: row["line"])
 
 
 def _of_http(model, requests):

@@ -2,7 +2,6 @@
 
 import errno
 
-import pytest
 import saved_model
 
 from dlm_jax.cli import sample
@@ -24,7 +23,3 @@ def test_a_page_that_cannot_be_written_costs_no_text(tmp_path, capsys, monkeypat
     out, err = capsys.readouterr()
     assert out == text
     assert f"error: --trace {page} cannot be written: No space left on device" in err
-    with pytest.raises(SystemExit) as ended:
-        sample.main([*run, "--trace", str(tmp_path)])
-    assert ended.value.code == 2
-    assert "is a directory" in capsys.readouterr().err

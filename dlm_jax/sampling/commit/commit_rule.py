@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,14 +123,11 @@ class OrderRule(StepRule):
     over blocks and heads, and ``candidates``, if its `score` stores values of the candidates.
 
     Attributes:
-      in_order: whether tokens are written from left to right and stay, so that a text without
-        blocks can be streamed token by token.
       step: None, or a method ``(program, params, state) -> state``, the rule's own step of the loop
         (docs/own_rules.md).
     """
 
     rewrites: Any = None
-    in_order: ClassVar[bool] = False
     step: Any = None
 
     def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> WithState:

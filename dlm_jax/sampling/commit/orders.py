@@ -292,7 +292,6 @@ class RandomFilled(RandomOrder):
 class LeftToRight(QuotaRule):
     """Commits a quota of the leftmost holes. Other holes need no logits."""
 
-    in_order = True
     about = "a quota of the leftmost holes"
     log_prob = certain
 
