@@ -325,15 +325,10 @@ class Windows:
 
 def _rows(source: np.ndarray | DocumentRows | TokenShards, seq_len: int) -> Windows | DocumentRows:
     """The rows of `source`, which has at least one, and whose rows have `seq_len` tokens."""
-    if not isinstance(source, DocumentRows):
-        check_fills_a_row("the source", len(source), seq_len)
-        return Windows(source, seq_len)
-    if seq_len != source.seq_len:
-        raise ValueError(
-            f"the documents were cut into rows of {source.seq_len} tokens, not of "
-            f"seq_len={seq_len}; load the corpus with that seq_len"
-        )
-    return source
+    if isinstance(source, DocumentRows):
+        return source
+    check_fills_a_row("the source", len(source), seq_len)
+    return Windows(source, seq_len)
 
 
 def check_fills_a_row(name: str, num_tokens: int, seq_len: int) -> None:
