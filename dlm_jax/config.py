@@ -178,12 +178,6 @@ class TrainConfig(Section, name="train"):
         "parameters; empty: random parameters",
         is_free=True,
     )
-    mask_like: str = setting(
-        "",
-        "token of a published causal model without MASK, whose embedding MASK begins with; empty: "
-        "the mean of all embeddings",
-        is_free=True,
-    )
     ignore_config: Texts = setting(
         (), "unread config fields of the published init_from, as in --ignore-config", is_free=True
     )
@@ -277,7 +271,7 @@ class DataConfig(Section, name="data"):
         0.05, "fraction of the corpus held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
     )
     cache_dir: str = setting(
-        "", "directory of token files; empty: $DLM_JAX_CACHE or ~/.cache", is_free=True
+        "", "directory of encoded texts; empty: $DLM_JAX_CACHE or ~/.cache", is_free=True
     )
 
     def check(self) -> None:
@@ -808,8 +802,6 @@ class Config:
             problem = "requires train.init_from, which is empty; name a model"
             if self.data.tokenizer == INIT:
                 yield "data.tokenizer", problem
-            if train.mask_like:
-                yield "train.mask_like", problem
             if train.ignore_config:
                 yield "train.ignore_config", problem
         if is_fresh and not self.heads.train_main:

@@ -33,7 +33,7 @@ _ADVICE = {
         sdtt_share sdtt_steps sdtt_teacher_steps teacher
     """,
     "pass **model.presets[NAME] in Python, or --preset NAME": "preset",
-    "it was removed": "calibration prefix_mib report_every report_json",
+    "it was removed": "calibration mask_like prefix_mib report_every report_json",
     "it was removed; a text has the same distribution without it": "draw",
     "it was removed; bfloat16 is faster": "quantize",
     "it was removed; DRY searches the whole run, and dry_multiplier=0 disables it": "dry_last_n",

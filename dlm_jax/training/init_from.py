@@ -173,9 +173,8 @@ def load_initial_params(
     where = f"train.init_from={source}"
     if is_published(source):
         return _load_published(source, config, fresh, tokenizer, report)
-    for name, value in (("mask_like", train.mask_like), ("ignore_config", train.ignore_config)):
-        why = "has no effect, because train.init_from is not a published model"
-        require(not value, f"train.{name}", value, why, "remove it")
+    why = "has no effect, because train.init_from is not a published model"
+    require(not train.ignore_config, "train.ignore_config", train.ignore_config, why, "remove it")
     leaves = dict(named_leaves(fresh))
 
     def check(meta: dict[str, Any]) -> None:
@@ -231,14 +230,12 @@ def _load_published(
         place=lambda path, shape: shardings.get(path),
         ignore=train.ignore_config,
         adds_mask=_adds_mask(config.model),
-        mask_like=train.mask_like,
     ).params
     theirs = read_model(Path(source), train.ignore_config)[1]
     if _adds_mask(config.model) and tokenizer.mask_id >= theirs.vocab_size:
-        begins = f"that of {train.mask_like}" if train.mask_like else "the mean of the others"
         report(
             f"train.init_from={source} has no MASK; MASK is added as id {tokenizer.mask_id}, whose "
-            f"embedding is {begins}"
+            "embedding is the mean of the others"
         )
     lacking = [name for name in fresh if name not in params]
     if "head" in lacking or set(params) - set(fresh):

@@ -152,7 +152,7 @@ def _has_config(config: Config, out_dir: Path) -> bool:
         return False
     here, there = (configs.flat(configs.to_dict(one)) for one in (config, saved))
     # A run without checkpoints would read these again.
-    once = {"data.source", "train.init_from", "train.mask_like", "train.ignore_config"}
+    once = {"data.source", "train.init_from", "train.ignore_config"}
     return all(here[key] == there[key] for key in here if key not in FREE - once)
 
 
