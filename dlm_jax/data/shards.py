@@ -164,10 +164,6 @@ class TokenShards:
             cache_dir=str(cache_dir / "shards"),
         )
 
-    @property
-    def name(self) -> str:
-        return os.path.dirname(self.paths[0])
-
     def __len__(self) -> int:
         return self._starts[-1]
 
