@@ -112,8 +112,7 @@ def flips(folder: Path, count: int, rng: random.Random) -> Found:
 
     def corpus() -> Any:
         corpus = load_corpus(text, seq_len=16, cache_dir=cache)
-        rows = [np.load(str(part)) for part in (corpus.train_rows, corpus.val_rows)]
-        return corpus.sha256, rows
+        return corpus.sha256, [corpus.train_rows, corpus.val_rows]
 
     corpus()
     kinds: list[tuple[str, Iterable[Path], Callable[[], Any]]] = [
@@ -122,7 +121,7 @@ def flips(folder: Path, count: int, rng: random.Random) -> Found:
          lambda: load_params(out_dir, report=unheard)),
         ("best checkpoint", (out_dir / "best").rglob("*"),
          lambda: load_params(out_dir / "best", report=unheard)),
-        ("token file", cache.rglob("*.npy"), corpus),
+        ("encoded text", cache.rglob("*.npz"), corpus),
     ]  # fmt: skip
     for kind, paths, read in kinds:
         expected = read()

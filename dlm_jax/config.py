@@ -166,11 +166,6 @@ class TrainConfig(Section, name="train", fixed=("batch_size", "accumulate", "see
         "run, weights file, published directory, Hub id or shipped model with the initial "
         "parameters; empty: random parameters",
     )
-    mask_like: str = setting(
-        "",
-        "token of a published causal model without MASK, whose embedding MASK begins with; empty: "
-        "the mean of all embeddings",
-    )
     ignore_config: Texts = setting(
         (), "unread config fields of the published init_from, as in --ignore-config"
     )
@@ -249,7 +244,7 @@ class DataConfig(Section, name="data"):
         0.05, "fraction of the corpus held out for evaluation", low=ABOVE_ZERO, high=BELOW_ONE
     )
     cache_dir: str = setting(
-        "", "directory of token files; empty: $DLM_JAX_CACHE or ~/.cache", is_free=True
+        "", "directory of encoded texts; empty: $DLM_JAX_CACHE or ~/.cache", is_free=True
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -734,8 +729,6 @@ class Config:
             problem = "requires train.init_from, which is empty; name a model"
             if self.data.tokenizer == INIT:
                 yield "data.tokenizer", problem
-            if train.mask_like:
-                yield "train.mask_like", problem
             if train.ignore_config:
                 yield "train.ignore_config", problem
         if is_fresh and not self.heads.train_main:

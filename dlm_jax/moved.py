@@ -32,7 +32,7 @@ _ADVICE = {
         sdtt_share sdtt_steps sdtt_teacher_steps teacher
     """,
     "pass **model.presets[NAME] in Python, or --preset NAME": "preset",
-    "it was removed": "calibration prefix_mib report_every report_json sampler_width",
+    "it was removed": "calibration mask_like prefix_mib report_every report_json sampler_width",
     "it was removed; every norm is RMSNorm": "model.norm",
     "it was removed; its default is used": """
         max_ratio muon_momentum optim.b1 optim.b2 sticky_alone sticky_beside

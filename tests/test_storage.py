@@ -14,7 +14,7 @@ import tiny_run
 
 import dlm_jax.config as configs
 from dlm_jax.batch.json_lines import Line, Results
-from dlm_jax.data.pipeline import write_tokens
+from dlm_jax.data.corpus import store_arrays
 from dlm_jax.store import save_weights
 from dlm_jax.store.files import check_bucket, located, replacing
 from dlm_jax.training.init_from import write_config
@@ -39,7 +39,7 @@ WRITERS = {
     "metrics.jsonl": _metrics,
     "config.toml": _config,
     "out.safetensors": lambda path: save_weights(path, {"w": np.ones(2, np.float32)}, {}),
-    "ids.npy": lambda path: write_tokens(path, np.arange(3), vocab_size=9),
+    "ids.npz": lambda path: store_arrays(path, {"ids": np.arange(3)}),
     "out.jsonl": _results,
 }
 

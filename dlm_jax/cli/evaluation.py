@@ -115,7 +115,7 @@ def _held_out_rows(model: Model, args: Namespace) -> tuple[Corpus, Columns]:
     """The held-out part of the requested corpus, or of the model's own corpus.
 
     A weights file may be untrusted, so it cannot determine which files are read. The location of
-    written files depends only on the environment (`dlm_jax.data.pipeline.default_cache_dir`).
+    written files depends only on the environment (`dlm_jax.data.text.default_cache_dir`).
     """
     assert model.config is not None, "a loaded model has a config"
     data, is_own = model.config.data, args.held_out is None

@@ -1,7 +1,7 @@
-"""Reads, splits and encodes a corpus, and caches it on disk as token files.
+"""Reads, splits and encodes a corpus, and caches its ids on disk.
 
-The name of a token file contains a hash of its inputs (text, tokenizer, split, format). Identical
-inputs share files, and any change creates new files. Encoding is deterministic and files are
+The name of a cached file contains a hash of its inputs (text, tokenizer, split, format). Identical
+inputs share a file, and any change creates a new one. Encoding is deterministic and files are
 replaced atomically, so several processes can encode the same corpus simultaneously.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -25,10 +25,6 @@ from dlm_jax.data.pipeline import (
     RowSource,
     check_fills_a_row,
     cut_into_rows,
-    default_cache_dir,
-    is_intact,
-    open_tokens,
-    write_tokens,
 )
 from dlm_jax.data.shards import (
     INDEX_NAME,
@@ -36,32 +32,28 @@ from dlm_jax.data.shards import (
     ShardMixture,
     TokenShards,
     fingerprint,
+    id_dtype,
     joined,
     quotas_of,
     read_index,
 )
-from dlm_jax.data.text import Document, Source
-from dlm_jax.data.tokenizers import (
-    Tokenizer,
-    make_tokenizer,
-    prefix_of,
-)
-from dlm_jax.store.files import is_remote
+from dlm_jax.data.text import Document, Source, default_cache_dir
+from dlm_jax.data.tokenizers import Tokenizer, make_tokenizer, prefix_of
+from dlm_jax.store.files import is_remote, refuse_failures, replacing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """A corpus for training.
 
     Attributes:
       name: name of the source in messages.
       tokenizer: the given tokenizer, or a tokenizer created from the text.
-      train_rows: input of `train_batches`, such as a token file or rows of documents.
+      train_rows: input of `train_batches`: ids of a text, rows of documents, or shards.
       val_rows: held-out rows, input of `validation_windows`.
       sha256: hash of the whole text in UTF-8, of the documents as JSON lines (``[prompt, text]``,
         or the messages of a conversation), or of the index of the shards. Store the hash with
         results.
-      num_train_characters: number of characters of training text, excluding prompts.
       num_val_characters: number of characters of held-out text, excluding prompts. Bits per
         character are nats per token times `num_val_tokens / (num_val_characters * ln 2)`.
       num_train_tokens: number of training targets, including tails (see `load_corpus`) and
@@ -75,11 +67,34 @@ class Corpus:
     train_rows: RowSource
     val_rows: RowSource
     sha256: str
-    num_train_characters: int
     num_val_characters: int
     num_train_tokens: int
     num_val_tokens: int
     chat_template: str = ""
+
+
+def store_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays to a .npz file, replacing an existing file atomically.
+
+    Raises:
+      OSError: the disk is full.
+    """
+    remedy = "set DLM_JAX_CACHE to a writable directory with free space"
+    with refuse_failures(f"the token file {path}", remedy):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            np.savez(file, allow_pickle=False, **arrays)
+
+
+def load_arrays(path: Path, names: Iterable[str]) -> dict[str, np.ndarray] | None:
+    """The arrays in a .npz file, of which zip verifies the checksums; None if the file is missing
+    or damaged.
+    """
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            return {name: file[name] for name in names}
+    except Exception:  # a damaged file can cause any error
+        return None
 
 
 class TurnEncoder(Protocol):
@@ -97,22 +112,18 @@ class TurnEncoder(Protocol):
         ...
 
 
-MakeTokenizer = Callable[[str], Tokenizer]
-TokenizerOf = str | Tokenizer | MakeTokenizer
-"""A kind of tokenizer, a tokenizer, or a function that creates a tokenizer for a text."""
-
 # Values of `data.tokenizer` that select the shards' own tokenizer; the last is the default.
 _OWN = ("corpus", "character")
 
 LAYOUTS = ("windows", "documents")
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
 def load_corpus(
     source: Source,
     *,
-    tokenizer: TokenizerOf = "byte",
+    tokenizer: str | Tokenizer = "byte",
     seq_len: int = 1,
     held_out: float = 0.05,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -123,22 +134,20 @@ def load_corpus(
     start_id: int | None = None,
     chat: TurnEncoder | None = None,
 ) -> Corpus:
-    """Loads the corpus `source`, and encodes it unless the cache contains its token files.
+    """Loads the corpus `source`, and encodes it unless the cache contains its ids.
 
-    The whole text is in memory while it is read and encoded. In training, the token files are
-    memory-mapped.
+    The whole text is in memory while it is read and encoded, and its ids afterwards.
 
     Args:
       source: one or several names, paths or globs (see `read_documents`), or the directories or
         URLs of sharded corpora, whose tokens are read in place.
-      tokenizer: a kind (see `make_tokenizer`), an existing tokenizer (such as that of a
-        checkpoint), or a function that creates a tokenizer from the whole text. A character
-        tokenizer is created from the whole text, so that the held-out part can be encoded. A BPE is
-        trained only on the training text.
+      tokenizer: a kind (see `make_tokenizer`) or an existing tokenizer, such as that of a
+        checkpoint. A character tokenizer is created from the whole text, so that the held-out part
+        can be encoded. A BPE is trained only on the training text.
       seq_len: number of tokens per row. The training text must fill at least one window. A prompt,
         its response and one EOS must fit in a row.
       held_out: fraction of the characters (or documents) to hold out at the end, in (0, 1).
-      cache_dir: directory of the token files; None means `$DLM_JAX_CACHE` or `~/.cache/dlm_jax`.
+      cache_dir: directory of the cache; None means `$DLM_JAX_CACHE` or `~/.cache/dlm_jax`.
       layout: ``windows`` joins the documents with blank lines and cuts the text into consecutive
         windows. With ``documents``, each row is a document or part of a long document. Prompts
         require ``documents``.
@@ -175,7 +184,7 @@ def load_corpus(
             document.check_plain("use data.layout=documents")
         text = corpora.join_documents(documents)
         parts = corpora.split_text(text, held_out, name=name)
-        num_characters = [len(part) for part in parts]
+        num_val_characters = len(parts[1])
         train_text, content = parts[0], text.encode("utf-8")
     else:
         talk = next((document.name for document in documents if document.messages), None)
@@ -186,14 +195,16 @@ def load_corpus(
             )
         chat = None if talk is None else chat
         parts = corpora.split_documents(documents, held_out, name=name)
-        num_characters = [sum(len(document.text) for document in part) for part in parts]
+        num_val_characters = sum(len(document.text) for document in parts[1])
         text, train_text = (
             "\n\n".join(f"{document.prompt or ''}{document.text}" for document in some)
             for some in (documents, parts[0])
         )
         lines = (json.dumps(one.messages or [one.prompt, one.text]) for one in documents)
         content = "\n".join(lines).encode("ascii")
-    coder = _make(tokenizer, text, train_text)
+    coder = tokenizer
+    if isinstance(coder, str):
+        coder = make_tokenizer(coder, text, train_text=train_text)
     sha256 = hashlib.sha256(content).hexdigest()
     prefix_ids = prefix_of(coder, start_id)
     inputs: list[Any] = [_FORMAT_VERSION, sha256, coder.to_json(), held_out]
@@ -201,38 +212,38 @@ def load_corpus(
         inputs += ["documents", seq_len, *prefix_ids, *([] if chat is None else [chat.source])]
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode("ascii")).hexdigest()[:32]
 
-    # All parts are encoded before any of them is written, so that an error leaves no file.
-    kinds = ("tokens",) if layout == "windows" else ("tokens", "rows")
-    files = [[folder / f"{kind}-{key}-{part}.npy" for kind in kinds] for part in PARTS]
-    encoded: list[tuple[Path, np.ndarray, int]] = []
-    for paths, part in zip(files, cast(Any, parts), strict=True):
-        if all(map(is_intact, paths)):
-            continue
-        if layout == "windows":
-            try:
-                encoded.append((paths[0], coder.encode(part), coder.vocab_size))
-            except ValueError:
-                # The error names the document and the position in it.
-                for _ in _encode_documents(coder, documents):
-                    pass
-                raise
-        else:
-            rows = _encode_documents(coder, part, prefix_ids, chat)
-            ids, bounds = cut_into_rows(rows, seq_len=seq_len, prefix_ids=prefix_ids)
-            encoded += [(paths[0], ids, coder.vocab_size), (paths[1], bounds, len(ids) + 1)]
-    for path, ids, limit in encoded:
-        write_tokens(path, ids, vocab_size=limit)
+    cached = folder / f"corpus-{key}.npz"
+    names = [*PARTS, *(f"{part}_bounds" for part in PARTS if layout == "documents")]
+    arrays = load_arrays(cached, names)
+    if arrays is None:
+        arrays = {}
+        for part, of_part in zip(PARTS, cast(Any, parts), strict=True):
+            if layout == "windows":
+                ids = _encode_text(coder, of_part, documents)
+            else:
+                rows = _encode_documents(coder, of_part, prefix_ids, chat)
+                ids, bounds = cut_into_rows(rows, seq_len=seq_len, prefix_ids=prefix_ids)
+                arrays[f"{part}_bounds"] = bounds
+            arrays[part] = ids.astype(id_dtype(coder.vocab_size))
+        store_arrays(cached, arrays)
 
-    sources: list[Any]
+    sources: list[Any] = [arrays[part] for part in PARTS]
     if layout == "windows":
-        sources = [path for (path,) in files]
-        num_tokens = [len(open_tokens(path)) for path in sources]
+        num_tokens = [len(ids) for ids in sources]
         check_fills_a_row(name, num_tokens[0], seq_len)
     else:
         # Held-out documents are evaluated one per row.
         sources = [
-            DocumentRows(ids, bounds, seq_len, coder.eos_id, coder.pad_id, tail, most)
-            for (ids, bounds), most in zip(files, (pack, 1), strict=True)
+            DocumentRows(
+                tokens=arrays[part],
+                bounds=arrays[f"{part}_bounds"],
+                seq_len=seq_len,
+                eos_id=coder.eos_id,
+                pad_id=coder.pad_id,
+                tail=tail,
+                pack=most,
+            )
+            for part, most in zip(PARTS, (pack, 1), strict=True)
         ]
         num_tokens = [rows.num_targets() for rows in sources]
     return Corpus(
@@ -241,19 +252,20 @@ def load_corpus(
         train_rows=sources[0],
         val_rows=sources[1],
         sha256=sha256,
-        num_train_characters=num_characters[0],
-        num_val_characters=num_characters[1],
+        num_val_characters=num_val_characters,
         num_train_tokens=num_tokens[0],
         num_val_tokens=num_tokens[1],
     )
 
 
-def _make(tokenizer: TokenizerOf, text: str, train_text: str) -> Tokenizer:
-    if callable(tokenizer):
-        return tokenizer(text)
-    if not isinstance(tokenizer, str):
-        return tokenizer
-    return make_tokenizer(tokenizer, text, train_text=train_text)
+def _encode_text(tokenizer: Tokenizer, text: str, documents: Sequence[Document]) -> np.ndarray:
+    try:
+        return tokenizer.encode(text)
+    except ValueError:
+        # The error names the document and the position in it.
+        for _ in _encode_documents(tokenizer, documents):
+            pass
+        raise
 
 
 def _encode_documents(
@@ -299,7 +311,11 @@ def _roots_of(source: Source) -> list[str]:
 
 
 def _load_shards(
-    roots: list[str], tokenizer: TokenizerOf, seq_len: int, weights: Sequence[float], folder: Path
+    roots: list[str],
+    tokenizer: str | Tokenizer,
+    seq_len: int,
+    weights: Sequence[float],
+    folder: Path,
 ) -> Corpus:
     """The corpus of the shards under `roots`, which are not loaded into memory."""
     indices = [read_index(root) for root in roots]
@@ -311,10 +327,10 @@ def _load_shards(
                 f"data.source: {root} has a different tokenizer or record size from {roots[0]}; "
                 "rebuild it"
             )
-    if tokenizer not in _OWN and (
-        (isinstance(tokenizer, str) and tokenizer.startswith("bpe:"))
-        or fingerprint(_make(tokenizer, "", "")) != facts[0]
-    ):
+    coder = tokenizer
+    if isinstance(coder, str) and not coder.startswith("bpe:"):
+        coder = first.tokenizer if coder in _OWN else make_tokenizer(coder, "")
+    if isinstance(coder, str) or fingerprint(coder) != facts[0]:
         raise ValueError(
             f"data.source: {roots[0]} was made with a different tokenizer from data.tokenizer; "
             f"rebuild it with that tokenizer, or use data.tokenizer=corpus"
@@ -342,7 +358,6 @@ def _load_shards(
         train_rows=train[0] if len(used) == 1 else mixture,
         val_rows=joined(val),
         sha256=sums[0] if len(used) == 1 else hashlib.sha256(" ".join(sums).encode()).hexdigest(),
-        num_train_characters=sum(shard.characters for one in train for shard in one.shards),
         num_val_characters=sum(shard.characters for one in val for shard in one.shards),
         num_train_tokens=sum(map(len, train)),
         num_val_tokens=sum(map(len, val)),

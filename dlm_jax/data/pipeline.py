@@ -1,9 +1,5 @@
-"""Token files, and batches of rows. The global batch does not depend on the number of processes.
-
-A token file is one flat .npy array of ids, in the smallest integer type for the vocabulary, whose
-last 4 bytes, which .npy readers ignore, are the CRC32 of the rest. It is mapped into memory and
-written atomically, even by concurrent writers. The row boundaries of documents are stored in the
-same format (`DocumentRows`).
+"""Rows of a corpus, and batches of rows. The global batch does not depend on the number of
+processes.
 
 Each row of a batch is a window of a text, or contains one document: `{"tokens": int32 [b, L],
 "length": int32 [b], "given": int32 [b]}`, where `given` is the number of leading prompt tokens,
@@ -21,77 +17,15 @@ batches are independent, and resuming is O(1).
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from dlm_jax.data.shards import ShardMixture, TokenShards, joined
-from dlm_jax.store.files import crc_of, refuse_failures, replacing
-
-_CHECKSUM_BYTES = 4
-# The CRC32 of any bytes followed by their own CRC32.
-_CRC_OF_WHOLE = 0x2144DF1C
-
-
-def id_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type of uint8, uint16, int32 and int64 for ids below `vocab_size`."""
-    types = {1 << 8: np.uint8, 1 << 16: np.uint16, 1 << 31: np.int32}
-    return np.dtype(next((t for limit, t in types.items() if vocab_size <= limit), np.int64))
-
-
-def default_cache_dir() -> Path:
-    """The directory `$DLM_JAX_CACHE`, or `~/.cache/dlm_jax` if the variable is not set."""
-    return Path(os.path.expanduser(os.environ.get("DLM_JAX_CACHE") or "~/.cache/dlm_jax"))
-
-
-def write_tokens(path: Path, ids: np.ndarray, *, vocab_size: int) -> None:
-    """Writes `ids` `[n]` to `path`, replacing an existing file atomically.
-
-    Raises:
-      OSError: the disk is full.
-    """
-    remedy = "set DLM_JAX_CACHE to a writable directory with free space"
-    with refuse_failures(f"the token file {path}", remedy):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            np.save(file, np.ascontiguousarray(ids, id_dtype(vocab_size)))
-            file.seek(0)
-            checksum = crc_of(file)
-            file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little"))
-
-
-def open_tokens(path: str | os.PathLike[str]) -> np.ndarray:
-    """Maps the ids in a token file, `[n]`, read-only, after checking the header and the size."""
-    remedy = "load the corpus again to rebuild it"
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        expected = tokens.offset + tokens.nbytes + _CHECKSUM_BYTES
-        if tokens.ndim != 1 or os.path.getsize(path) != expected:
-            raise ValueError("its size differs from its header")
-    except FileNotFoundError:
-        raise ValueError(f"the token file {os.fspath(path)} does not exist; {remedy}") from None
-    except Exception as error:  # NumPy's header reader raises various errors for a damaged header
-        raise ValueError(f"{os.fspath(path)} is not a complete token file; {remedy}") from error
-    return tokens
-
-
-def is_intact(path: Path) -> bool:
-    """Returns whether `path` is a complete token file with the correct checksum (checked at 1-2
-    GB/s).
-    """
-    try:
-        open_tokens(path)
-        with path.open("rb") as file:
-            return crc_of(file) == _CRC_OF_WHOLE
-    except (ValueError, OSError):
-        return False
-
 
 Columns = dict[str, np.ndarray]
 
@@ -101,16 +35,16 @@ Place = tuple[int, int]
 """A row's index in its epoch, and the epoch's 32 random bits."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DocumentRows:
     """Rows that each contain one document, or one part of a document that is longer than a row.
 
     With `pack`, an epoch contains rows of several documents, the same in every epoch (`pack_rows`).
 
     Attributes:
-      tokens_path: token file with all documents, concatenated.
-      bounds_path: token file `[2n + 1]` with positions in `tokens_path`: the prompt of row i is
-        `[b[2i], b[2i+1])`, and its text is `[b[2i+1], b[2i+2])`.
+      tokens: the ids of all documents, concatenated.
+      bounds: positions in `tokens`, `[2n + 1]`: the prompt of row i is `[b[2i], b[2i+1])`, and its
+        text is `[b[2i+1], b[2i+2])`.
       seq_len: number of tokens per row.
       eos_id: the id that ends a document if the row has space for it.
       pad_id: the id that fills a canvas beyond its length.
@@ -119,8 +53,8 @@ class DocumentRows:
       pack: largest number of documents in a row of an epoch.
     """
 
-    tokens_path: Path
-    bounds_path: Path
+    tokens: np.ndarray
+    bounds: np.ndarray
     seq_len: int
     eos_id: int
     pad_id: int
@@ -128,20 +62,11 @@ class DocumentRows:
     pack: int = 1
 
     @cached_property
-    def _tokens(self) -> np.ndarray:
-        return np.asarray(open_tokens(self.tokens_path))
-
-    @cached_property
-    def _bounds(self) -> np.ndarray:
-        return np.asarray(open_tokens(self.bounds_path))
-
-    @cached_property
     def _packed(self) -> np.ndarray:
         """The documents of each row of an epoch, int64 ``[rows, pack]``, -1 for missing ones."""
         if self.pack == 1:
-            return np.arange(len(self._bounds) // 2)[:, None]
-        bounds = self._bounds.astype(np.int64)
-        lengths = self._lengths(bounds[:-1:2], bounds[2::2])
+            return np.arange(len(self.bounds) // 2)[:, None]
+        lengths = self._lengths(self.bounds[:-1:2], self.bounds[2::2])
         return pack_rows(lengths, seq_len=self.seq_len, most=self.pack)
 
     def __len__(self) -> int:
@@ -165,15 +90,15 @@ class DocumentRows:
     def rows(self, numbers: Sequence[int] | np.ndarray) -> Columns:
         """The documents with these numbers, each in a row of its own."""
         at = 2 * np.asarray(numbers, np.int64)
-        start, middle, stop = (self._bounds[at + i].astype(np.int64) for i in range(3))
+        start, middle, stop = (self.bounds[at + i] for i in range(3))
         columns = np.arange(self.seq_len)
         size = (stop - start)[:, None]
-        # Positions beyond the end of a row may be beyond the end of the file. The values at these
+        # Positions beyond the end of a row may be beyond the end of the ids. The values at these
         # positions are not used.
-        where = np.minimum(start[:, None] + columns, len(self._tokens) - 1)
+        where = np.minimum(start[:, None] + columns, len(self.tokens) - 1)
         fill = self.eos_id if self.tail == "eos" else self.pad_id
         behind = np.where(columns == size, self.eos_id, fill)
-        tokens = np.where(columns < size, self._tokens[where], behind).astype(np.int32)
+        tokens = np.where(columns < size, self.tokens[where], behind).astype(np.int32)
         return {
             "tokens": tokens,
             "length": self._lengths(start, stop),
@@ -182,9 +107,9 @@ class DocumentRows:
 
     def num_targets(self) -> int:
         """The number of targets (live tokens that are not given) in all rows."""
-        bounds = self._bounds.astype(np.int64)
-        given = bounds[1::2] - bounds[:-1:2]
-        return int(self._lengths(bounds[:-1:2], bounds[2::2]).sum(dtype=np.int64) - given.sum())
+        rows = self.bounds
+        given = rows[1::2] - rows[:-1:2]
+        return int(self._lengths(rows[:-1:2], rows[2::2]).sum(dtype=np.int64) - given.sum())
 
     def _lengths(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
         if self.tail == "eos":
@@ -225,40 +150,37 @@ Encoded = tuple[str, np.ndarray | None, np.ndarray]
 def cut_into_rows(
     documents: Iterable[Encoded], *, seq_len: int, prefix_ids: Sequence[int] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of all n rows, concatenated, and their bounds, `[2n + 1]`.
+    """The tokens of all n rows, concatenated, and their bounds, int64 `[2n + 1]`.
 
     Each row of plain text begins with `prefix_ids`, which are given; prompts are complete. Plain
     text longer than a row is cut into consecutive rows. The last part has no EOS if it fills its
     row exactly, because an extra row with only EOS would train the model to write empty texts.
     """
-    parts = [np.zeros(0, np.int32)]
-    bounds = [0]
     prefix = np.array(prefix_ids, np.int32)
     size = seq_len - len(prefix)
     if size < 1:
         raise ValueError(f"seq_len={seq_len} has no space after {len(prefix)} tokens; raise it")
+    parts: list[np.ndarray] = [np.zeros(0, np.int32)]
+    lengths = [0]
     for name, prompt, text in documents:
         if prompt is None:
-            for first in range(0, len(text), size):
-                part = text[first : first + size]
-                parts += [prefix, part] if len(prefix) else [part]
-                given = bounds[-1] + len(prefix)
-                bounds += [given, given + len(part)]
+            cuts = range(0, len(text), size)
+            rows = [(prefix, text[first : first + size]) for first in cuts]
+        elif (needed := len(prompt) + len(text) + 1) > seq_len:
+            raise ValueError(
+                f"{name}: a prompt of {len(prompt)} tokens, a response of {len(text)} and EOS "
+                f"exceed seq_len={seq_len}; shorten them or use seq_len={needed}"
+            )
         else:
-            needed = len(prompt) + len(text) + 1
-            if needed > seq_len:
-                raise ValueError(
-                    f"{name}: a prompt of {len(prompt)} tokens, a response of {len(text)} and EOS "
-                    f"exceed seq_len={seq_len}; shorten them or use seq_len={needed}"
-                )
-            parts.append(prompt)
-            parts.append(text)
-            bounds += [bounds[-1] + len(prompt), bounds[-1] + needed - 1]
-    return np.concatenate(parts), np.array(bounds, np.int64)
+            rows = [(prompt, text)]
+        for given, target in rows:
+            parts += [given, target]
+            lengths += [len(given), len(target)]
+    return np.concatenate(parts), np.cumsum(lengths, dtype=np.int64)
 
 
-RowSource = str | os.PathLike[str] | DocumentRows | TokenShards | ShardMixture
-"""A source of rows: a token file, documents, shards of a corpus, or a mixture of corpora."""
+RowSource = np.ndarray | DocumentRows | TokenShards | ShardMixture
+"""A source of rows: the ids of a text, documents, shards of a corpus, or a mixture of corpora."""
 
 
 def train_batches(
@@ -279,7 +201,7 @@ def train_batches(
     `[p*b, (p+1)*b)` of the global batch. The first `given` tokens of a row are a prompt.
 
     Args:
-      source: `Corpus.train_rows`, or a token file to cut into windows.
+      source: `Corpus.train_rows`, or ids to cut into windows.
       seq_len: number of tokens per row, at least 1.
       batch_size: number of rows in the global batch.
       seed: seed of the row order, in [0, 2**32).
@@ -344,14 +266,14 @@ def validation_windows(
 ) -> Columns:
     """Held-out rows, in order, as one batch of N rows.
 
-    Documents are returned as stored, and a token file as consecutive windows that cover the file
-    without overlap. The last window can be short; positions from `length` on are PAD.
+    Documents are returned as stored, and ids as consecutive windows that cover them without
+    overlap. The last window can be short; positions from `length` on are PAD.
 
     Args:
-      source: `Corpus.val_rows`, or a token file to cut into windows.
+      source: `Corpus.val_rows`, or ids to cut into windows.
       seq_len: number of tokens per row, at least 1.
       pad_id: the id that fills a row beyond its length.
-      max_windows: maximum number of rows, spread evenly over the file; None means all.
+      max_windows: maximum number of rows, spread evenly over the source; None means all.
       multiple_of: divisor of N. Rows of length 0 are appended until N is a multiple of
         `multiple_of`, so that a batch can be divided evenly among devices.
     """
@@ -360,12 +282,11 @@ def validation_windows(
     if isinstance(source, DocumentRows):
         batch = source.rows(_spread(len(_rows(source, seq_len)), max_windows))
     else:
-        ids = source if isinstance(source, TokenShards) else open_tokens(source)
-        starts = _spread(-(-len(ids) // seq_len), max_windows) * seq_len
+        starts = _spread(-(-len(source) // seq_len), max_windows) * seq_len
         tokens = np.full((len(starts), seq_len), pad_id, np.int32)
-        length = np.minimum(seq_len, len(ids) - starts).astype(np.int32)
+        length = np.minimum(seq_len, len(source) - starts).astype(np.int32)
         for row, size, start in zip(tokens, length, starts, strict=True):
-            row[:size] = ids[start : start + size]
+            row[:size] = source[start : start + size]
         batch = {"tokens": tokens, "length": length, "given": np.zeros_like(length)}
     for name, fill in (("tokens", pad_id), ("length", 0), ("given", 0)):
         shape = (-len(batch[name]) % multiple_of, *batch[name].shape[1:])
@@ -379,7 +300,7 @@ def _spread(count: int, limit: int | None) -> np.ndarray:
     return np.arange(taken) * count // taken
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Windows:
     """Consecutive windows of `seq_len` ids, starting at an offset that the epoch's bits
     determine.
@@ -402,24 +323,15 @@ class Windows:
         return {"tokens": tokens, "length": length, "given": np.zeros_like(length)}
 
 
-def _rows(
-    source: str | os.PathLike[str] | DocumentRows | TokenShards, seq_len: int
-) -> Windows | DocumentRows:
+def _rows(source: np.ndarray | DocumentRows | TokenShards, seq_len: int) -> Windows | DocumentRows:
     """The rows of `source`, which has at least one, and whose rows have `seq_len` tokens."""
     if isinstance(source, DocumentRows):
-        if seq_len != source.seq_len:
-            raise ValueError(
-                f"the documents were cut into rows of {source.seq_len} tokens, not of "
-                f"seq_len={seq_len}; load the corpus with that seq_len"
-            )
         return source
-    is_sharded = isinstance(source, TokenShards)
-    ids = source if is_sharded else open_tokens(source)
-    check_fills_a_row(source.name if is_sharded else source, len(ids), seq_len)
-    return Windows(ids, seq_len)
+    check_fills_a_row("the source", len(source), seq_len)
+    return Windows(source, seq_len)
 
 
-def check_fills_a_row(name: str | os.PathLike[str], num_tokens: int, seq_len: int) -> None:
+def check_fills_a_row(name: str, num_tokens: int, seq_len: int) -> None:
     if num_tokens < seq_len:
         raise ValueError(
             f"{name} has {num_tokens} training tokens, fewer than one window of "

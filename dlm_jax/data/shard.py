@@ -26,8 +26,7 @@ from typing import NoReturn
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore
 
-from dlm_jax.data.pipeline import id_dtype
-from dlm_jax.data.shards import INDEX_NAME, PARTS, Index, Shard, fingerprint
+from dlm_jax.data.shards import INDEX_NAME, PARTS, Index, Shard, fingerprint, id_dtype
 from dlm_jax.data.text import (
     Document,
     decode,
@@ -111,76 +110,54 @@ def documents_of(files: Files, number: int, num_spans: int) -> Iterator[Document
             yield from documents_in(path, decode(path, Path(path).read_bytes()))
 
 
-class _Writer:
-    """Writes the documents of one shard as records. The file appears only when it is complete."""
-
-    def __init__(self, path: Path, tokenizer: Tokenizer):
-        self._path, self._coder = path, tokenizer
-        self._temporary = path.with_name(f"{path.name}.tmp")
-        self._dtype = id_dtype(tokenizer.vocab_size).newbyteorder("<")
-        self._rest = np.zeros(0, self._dtype)
-        self._file = array_record_module.ArrayRecordWriter(
-            str(self._temporary), "group_size:1,uncompressed"
-        )
-        self._file.write(json.dumps({"tokenizer": fingerprint(tokenizer)}).encode())
-        self._tokens = self._documents = self._characters = 0
-
-    def add(self, name: str, text: str) -> None:
-        try:
-            ids = self._coder.encode(text)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        self._tokens += len(ids) + 1
-        self._documents += 1
-        self._characters += len(text)
-        self._rest = np.concatenate(
-            [self._rest, ids.astype(self._dtype), np.array([self._coder.eos_id], self._dtype)]
-        )
-        self._write(len(self._rest) // RECORD_TOKENS * RECORD_TOKENS)
-
-    def _write(self, count: int) -> None:
-        for first in range(0, count, RECORD_TOKENS):
-            self._file.write(self._rest[first : min(count, first + RECORD_TOKENS)].tobytes())
-        self._rest = self._rest[count:]
-
-    def close(self) -> Shard | None:
-        """Returns the finished shard, or None if there are no documents and thus no file."""
-        self._write(len(self._rest))
-        self._file.close()
-        if not self._documents:
-            self._temporary.unlink()
-            return None
-        os.replace(self._temporary, self._path)
-        with self._path.open("rb") as file:
-            crc = crc_of(file)
-        return Shard(
-            name=self._path.name,
-            num_bytes=self._path.stat().st_size,
-            crc32=crc,
-            tokens=self._tokens,
-            documents=self._documents,
-            characters=self._characters,
-        )
-
-
 def _write_shard(
     files: Files, tokenizer: Tokenizer, num_shards: int, held_out: float, out: str, number: int
 ) -> dict[str, Shard | None]:
-    """Writes and returns the training shard and the held-out shard of one span of the files."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary if is_remote(out) else out)
-        ending = f"{number:05d}-of-{num_shards:05d}.array_record"
-        writers = {part: _Writer(folder / f"{part}-{ending}", tokenizer) for part in PARTS}
-        for document in documents_of(files, number, num_shards):
-            document.check_plain("train on the file directly with data.layout=documents")
-            digest = hashlib.sha256(document.text.encode()).digest()
-            is_held_out = int.from_bytes(digest[:8], "big") < held_out * 2**64
-            writers["val" if is_held_out else "train"].add(document.name, document.text)
-        shards = {part: writer.close() for part, writer in writers.items()}
-        for shard in shards.values():
-            if shard is not None and is_remote(out):
+    """Writes and returns the training shard and the held-out shard of one span of the files; None
+    instead of a shard without documents.
+    """
+    dtype = id_dtype(tokenizer.vocab_size).newbyteorder("<")
+    ids: dict[str, list[np.ndarray]] = {part: [] for part in PARTS}
+    characters = dict.fromkeys(PARTS, 0)
+    for document in documents_of(files, number, num_shards):
+        document.check_plain("train on the file directly with data.layout=documents")
+        digest = hashlib.sha256(document.text.encode()).digest()
+        part = "val" if int.from_bytes(digest[:8], "big") < held_out * 2**64 else "train"
+        try:
+            of_text = tokenizer.encode(document.text)
+        except ValueError as error:
+            raise ValueError(f"{document.name}: {error}") from None
+        ids[part].append(np.append(of_text, tokenizer.eos_id).astype(dtype))
+        characters[part] += len(document.text)
+
+    shards: dict[str, Shard | None] = dict.fromkeys(PARTS)
+    # A file appears when it is complete.
+    with tempfile.TemporaryDirectory(dir=None if is_remote(out) else out) as folder:
+        for part in PARTS:
+            if not ids[part]:
+                continue
+            path = Path(folder) / f"{part}-{number:05d}-of-{num_shards:05d}.array_record"
+            whole = np.concatenate(ids[part])
+            file = array_record_module.ArrayRecordWriter(str(path), "group_size:1,uncompressed")
+            file.write(json.dumps({"tokenizer": fingerprint(tokenizer)}).encode())
+            for first in range(0, len(whole), RECORD_TOKENS):
+                file.write(whole[first : first + RECORD_TOKENS].tobytes())
+            file.close()
+            with path.open("rb") as written:
+                crc = crc_of(written)
+            shards[part] = Shard(
+                name=path.name,
+                num_bytes=path.stat().st_size,
+                crc32=crc,
+                tokens=len(whole),
+                documents=len(ids[part]),
+                characters=characters[part],
+            )
+            if is_remote(out):
                 with refuse_failures(f"--out={out}", _REMEDY):
-                    copy_whole(located(folder / shard.name), located(out) / shard.name)
+                    copy_whole(located(path), located(out) / path.name)
+            else:
+                os.replace(path, Path(out) / path.name)
     return shards
 
 

@@ -21,13 +21,14 @@ block, in a different random order in each block, so the source of any row can b
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -41,7 +42,6 @@ from dlm_jax.data.tokenizers import Tokenizer, from_json
 from dlm_jax.store.files import (
     copy_whole,
     crc_of,
-    is_full,
     is_remote,
     located,
     refuse_failures,
@@ -111,11 +111,6 @@ def read_index(directory: str) -> Index:
     if content != line + _ending(line):
         raise ValueError(f"{path} is damaged: its checksum is wrong; copy the corpus again")
     facts = json.loads(line)
-    if facts["format"] != _FORMAT:
-        raise ValueError(
-            f"{path} has format {facts['format']}, but this program reads {_FORMAT}; rebuild the "
-            f"corpus with python -m dlm_jax.data.shard"
-        )
     train, val = (tuple(Shard(**shard) for shard in facts[part]) for part in PARTS)
     return Index(from_json(facts["tokenizer"]), facts["dtype"], facts["record_tokens"], train, val)
 
@@ -124,8 +119,25 @@ _MAX_OPEN = 128
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 
 
+def id_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type of uint8, uint16, int32 and int64 for ids below `vocab_size`."""
+    types = {1 << 8: np.uint8, 1 << 16: np.uint16, 1 << 31: np.int32}
+    return np.dtype(next((t for limit, t in types.items() if vocab_size <= limit), np.int64))
+
+
 class DamagedShard(ValueError):
     """An error for a shard that does not match its index."""
+
+
+@contextlib.contextmanager
+def _refuse_damage(path: str) -> Iterator[None]:
+    """Converts the errors of ArrayRecord to a `DamagedShard` with the path."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError, OSError) as error:
+        raise DamagedShard(
+            f"{path} is damaged or not of this corpus ({said(error)}); copy it again"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -151,10 +163,6 @@ class TokenShards:
             tokenizer_sha256=fingerprint(index.tokenizer),
             cache_dir=str(cache_dir / "shards"),
         )
-
-    @property
-    def name(self) -> str:
-        return os.path.dirname(self.paths[0])
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -182,27 +190,19 @@ class TokenShards:
     def _stretch(self, shard: int, first: int, stop: int) -> np.ndarray:
         """The ids `[first, stop)` of one shard."""
         record, last = first // self.record_tokens, (stop - 1) // self.record_tokens
-        try:
+        reader = self._reader(shard)
+        with _refuse_damage(self.paths[shard]):
             # The first record is the header.
-            parts = self._reader(shard).read(record + 1, last + 2)
+            parts = reader.read(record + 1, last + 2)
             skipped = first - record * self.record_tokens
             ids = np.frombuffer(b"".join(parts), self.dtype)[skipped : skipped + stop - first]
             if len(ids) < stop - first:
                 raise ValueError("it has fewer tokens than its index lists")
-        except DamagedShard:
-            raise
-        except (RuntimeError, IndexError, ValueError, OSError) as error:
-            if is_full(error):
-                raise  # the disk of copies
-            raise DamagedShard(
-                f"{self.paths[shard]} is damaged at record {record + 1} ({said(error)}); copy it "
-                "again"
-            ) from None
         return ids
 
     def _open(self, shard: int) -> Any:
-        path, facts, local = self.paths[shard], self.shards[shard], self._local(shard)
-        try:
+        facts, local = self.shards[shard], self._local(shard)
+        with _refuse_damage(self.paths[shard]):
             if os.stat(local).st_size != facts.num_bytes:
                 raise ValueError(f"it has not {facts.num_bytes} bytes")
             reader = array_record_module.ArrayRecordReader(
@@ -211,10 +211,6 @@ class TokenShards:
             header = json.loads(reader.read(0, 1)[0])
             if header.get("tokenizer") != self.tokenizer_sha256:
                 raise ValueError("it was made with a different tokenizer from its index")
-        except (RuntimeError, IndexError, ValueError, OSError) as error:
-            raise DamagedShard(
-                f"{path} is not this shard of the corpus ({said(error)}); copy it again"
-            ) from None
         return reader
 
     def _local(self, shard: int) -> str:

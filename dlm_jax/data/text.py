@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlm_jax.data.pipeline import default_cache_dir
 from dlm_jax.data.tokenizers import utf8
 from dlm_jax.store.files import check_regular, write_whole
+
+
+def default_cache_dir() -> Path:
+    """The directory `$DLM_JAX_CACHE`, or `~/.cache/dlm_jax` if the variable is not set."""
+    return Path(os.path.expanduser(os.environ.get("DLM_JAX_CACHE") or "~/.cache/dlm_jax"))
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,9 @@ def read_jsonl(name: str, content: str) -> Iterator[Document]:
     """Yields one document per line of `content`, in order; blank lines are skipped.
 
     A line is an object ``{"prompt": TEXT, "response": TEXT}`` or ``{"text": TEXT}``, or a
-    conversation: ``{"messages": [{"role": ROLE, "content": TEXT}, ...]}``, ``{"prompt": TEXT,
-    "completion": TEXT}`` or ``{"instruction": TEXT, "input": TEXT, "output": TEXT}``, whose
-    ``input`` is optional. Texts to train on (of a response, a text, an assistant's turn) must not
-    be empty. If the name ends in ``.json``, `content` is a list of such objects.
+    conversation: ``{"messages": [{"role": ROLE, "content": TEXT}, ...]}``. Texts to train on (of a
+    response, a text, an assistant's turn) must not be empty. If the name ends in ``.json``,
+    `content` is a list of such objects.
     """
     if is_json(name):
         records = _loads(name, content)
@@ -100,36 +103,18 @@ def _loads(where: str, text: str) -> Any:
         ) from None
 
 
-# The field of the answer in each form of a record, and the fields before it, of which the last one
-# of a task is optional.
-_FORMS = (
-    ("text",),
-    ("response", "prompt"),
-    ("completion", "prompt"),
-    ("output", "instruction", "input"),
-)
-
-
 def _document(where: str, data: Any) -> Document:
     fields = set(data) if isinstance(data, dict) else set()
     if fields == {"messages"}:
         return _conversation(where, data["messages"])
-    forms = [form for form in _FORMS if {*form[:2]} <= fields <= {*form}]
-    if not forms:
+    if fields not in ({"text"}, {"prompt", "response"}):
         raise ValueError(
             f"{where} has the fields {', '.join(sorted(fields))[:100] or 'none'}; expected "
-            '{"prompt": ..., "response": ...} or {"text": ...}, or a conversation '
-            '{"messages": [...]}, {"prompt": ..., "completion": ...} or '
-            '{"instruction": ..., "output": ...}'
+            '{"prompt": ..., "response": ...}, {"text": ...} or {"messages": [...]}'
         )
-    answer, *given = forms[0]
     for field, text in data.items():
-        _check_text(f"{where}: {field}", text, is_answer=field == answer)
-    if answer in ("text", "response"):
-        return Document(where, data[answer], data.get("prompt"))
-    question = data[given[0]] + "".join(f"\n\n{data[f]}" for f in given[1:] if data.get(f))
-    turns = {"role": "user", "content": question}, {"role": "assistant", "content": data[answer]}
-    return Document(where, data[answer], messages=turns)
+        _check_text(f"{where}: {field}", text, is_answer=field != "prompt")
+    return Document(where, data.get("text") or data["response"], data.get("prompt"))
 
 
 def _conversation(where: str, messages: Any) -> Document:
@@ -169,7 +154,6 @@ def _check_text(what: str, value: Any, *, is_answer: bool) -> None:
 SHAKESPEARE = "tinyshakespeare"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 _URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-_NUM_BYTES = 1_115_394
 
 
 def read_shakespeare() -> str:
@@ -186,8 +170,7 @@ def read_shakespeare() -> str:
             return data.decode()
     try:
         with urllib.request.urlopen(_URL, timeout=30.0) as response:
-            # Reading one more byte detects a response that is too long.
-            data = response.read(_NUM_BYTES + 1)
+            data = response.read()
         if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
             raise OSError("its sha256 is another")
     except (OSError, http.client.HTTPException) as error:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dlm_jax.store.files import check_regular, said
 
@@ -31,62 +31,61 @@ SPECIALS = ("mask", "pad", "bos", "eos")
 NEVER_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The interface of a tokenizer."""
+class Tokenizer:
+    """The interface of a tokenizer, which is a dataclass: `to_json` stores its fields.
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, including special tokens; every id is in `[0, vocab_size)`."""
-        ...
+    Attributes:
+      vocab_size: number of ids, including special tokens; every id is in `[0, vocab_size)`.
+      mask_id: the id of a hole.
+      pad_id: the id that fills a canvas beyond `length`.
+      bos_id: the id that begins a text, or None.
+      eos_id: the id that ends a generation.
+      banned_ids: ids that samplers never propose, ascending: MASK, PAD, BOS and undecodable ids.
+      prefix_ids: the ids before a text, such as BOS.
+    """
 
-    @property
-    def mask_id(self) -> int:
-        """The id of a hole."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """The id that fills a canvas beyond `length`."""
-        ...
-
-    @property
-    def bos_id(self) -> int | None:
-        """The id that begins a text, or None."""
-        ...
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends a generation."""
-        ...
-
-    @property
-    def banned_ids(self) -> tuple[int, ...]:
-        """Ids that samplers never propose, ascending: MASK, PAD, BOS and undecodable ids."""
-        ...
-
-    @property
-    def space_id(self) -> int | None:
-        """The id of the piece `" "`, which structural edits insert, or None."""
-        ...
+    kind: ClassVar[str]
+    vocab_size: int
+    mask_id: int
+    pad_id: int
+    bos_id: int | None
+    eos_id: int
+    banned_ids: tuple[int, ...]
+    prefix_ids: tuple[int, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, int32 `[n]`, without special tokens. Raises ValueError for text
         without ids.
         """
-        ...
+        raise NotImplementedError
 
     def decode(self, ids: Any) -> str:
         """The text of `ids`. Special tokens have no text."""
-        ...
+        raise NotImplementedError
 
     def piece_id(self, piece: str) -> int | None:
         """The single id that encodes `piece`, or None."""
-        ...
+        raise NotImplementedError
+
+    def bytes_of(self, id_: int) -> bytes | None:
+        """The bytes of a token that can be a part of a character. None for other tokens, whose
+        bytes are those of the text that they add to a text.
+        """
+        del id_
+
+    @property
+    def space_id(self) -> int | None:
+        """The id of the piece `" "`, which structural edits insert, or None."""
+        return self.piece_id(" ")
 
     def to_json(self) -> dict[str, Any]:
         """A plain JSON dict with a `type`, from which `from_json` restores an equal tokenizer."""
-        ...
+        fields = [one.name for one in dataclasses.fields(self) if one.init]  # type: ignore[arg-type]
+        values = {("tokenizer_json" if n == "content" else n): getattr(self, n) for n in fields}
+        return {"type": self.kind} | values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_json, (self.to_json(),)
 
 
 def text_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -101,20 +100,11 @@ def noise_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def prefix_of(tokenizer: Tokenizer, start_id: int | None = None) -> tuple[int, ...]:
-    """The ids that a tokenizer puts before a text, such as BOS.
-
-    A causal network puts `start_id` before each row itself, so it is omitted.
+    """The ids that a tokenizer puts before a text, without the `start_id` that a causal network
+    puts before each row itself.
     """
-    ids = tuple(getattr(tokenizer, "prefix_ids", ()))
+    ids = tokenizer.prefix_ids
     return ids[1:] if ids[:1] == (start_id,) else ids
-
-
-def bytes_of(tokenizer: Tokenizer, id_: int) -> bytes | None:
-    """The bytes of a token that can be a part of a character. None for other tokens, whose bytes
-    are those of the text that they add to a text.
-    """
-    known = getattr(tokenizer, "bytes_of", None)
-    return None if known is None else known(id_)
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -158,28 +148,7 @@ def utf8(text: str) -> bytes:
         ) from None
 
 
-class _Base:
-    """A tokenizer that is stored and pickled as the fields of its dataclass."""
-
-    kind: ClassVar[str]
-
-    @property
-    def space_id(self) -> int | None:
-        return self.piece_id(" ")
-
-    def piece_id(self, piece: str) -> int | None:
-        raise NotImplementedError
-
-    def to_json(self) -> dict[str, Any]:
-        fields = [one.name for one in dataclasses.fields(self) if one.init]  # type: ignore[arg-type]
-        values = {("tokenizer_json" if n == "content" else n): getattr(self, n) for n in fields}
-        return {"type": self.kind} | values
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return from_json, (self.to_json(),)
-
-
-class _WithSpecials(_Base):
+class _WithSpecials(Tokenizer):
     """A tokenizer whose special tokens follow its text ids."""
 
     def _set_ids(self, num_text_ids: int, never: tuple[int, ...] = ()) -> None:
@@ -294,11 +263,35 @@ _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTED)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTED}
 _BYTE_OF |= {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
-_NEVER_NAMED = {name for name, byte in _BYTE_OF.items() if byte in NEVER_IN_UTF8}
+
+
+# Parsing a large file takes seconds.
+@functools.lru_cache(maxsize=8)
+def _backend(content: str, unmarked: frozenset[str] | None = None) -> tokenizers.Tokenizer:
+    """The library's tokenizer. With `unmarked`, it encodes no text as a special or such a token."""
+    data = json.loads(content)
+    is_edited = False
+    for token in data.get("added_tokens") or ():
+        special = bool(token.get("special")) or token["content"] in (unmarked or ())
+        if token.get("special") != special:
+            token["special"], is_edited = special, True
+    backend = tokenizers.Tokenizer.from_str(json.dumps(data) if is_edited else content)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = unmarked is not None
+    if isinstance(model := backend.model, models.BPE):
+        model.dropout = None
+        # A BPE drops unknown characters, but raises an error if its unknown token does not exist.
+        if unmarked is not None and model.unk_token is None:
+            model.unk_token = _NO_TOKEN
+    return backend
+
+
+_NO_TOKEN = "\ufdd0"  # no character of a text
 
 
 @dataclass(unsafe_hash=True)
-class _OfFile(_Base):
+class _OfFile(Tokenizer):
     """A tokenizer in the text `content` of a `tokenizer.json`. Text never becomes a special token.
 
     A subclass sets `mask_id`, `pad_id`, `bos_id`, `eos_id`, `vocab_size` and `banned_ids`.
@@ -326,30 +319,25 @@ class _OfFile(_Base):
         self._vocabulary = self._backend.get_vocab(with_added_tokens=True)
         if max(self._vocabulary.values()) >= MOST_IDS:
             raise ValueError(f"it has more than {MOST_IDS} ids")
+        added = data.get("added_tokens") or ()
+        self._added = {token["content"]: bool(token.get("special")) for token in added}
 
     def _set_specials(self, data: Any, specials: Iterable[int | None]) -> None:
         model, names = data["model"], self._vocabulary
         self._specials = [id_ for id_ in specials if id_ not in (None, NO_MASK)]
         self.vocab_size = 1 + max(*names.values(), *self._specials)
         self._empty = set(range(self.vocab_size)).difference(names.values())
-        self._added = {token["content"]: token.get("special") for token in _added_in(data)}
         declared = {name for name, is_special in self._added.items() if is_special}
         self.textless_ids = frozenset((*self._specials, *(names[name] for name in declared)))
         # Names of special tokens that the file does not declare special.
         self._unmarked = frozenset(map(self.token, self._specials)) - declared
         name = model.get("unk_token")
         self._unknown_id = model.get("unk_id") if name is None else names.get(name)
-        affixes = ("continuing_subword_prefix", "end_of_word_suffix")
-        self._affixes = [model.get(affix) or "" for affix in affixes]
-        self._is_spelled = model.get("type") == "BPE" and not model.get("ignore_merges")
-        steps = json.dumps([data.get("pre_tokenizer"), data.get("normalizer")])
-        has_bytes = '"ByteLevel"' in steps and _BYTE_OF.keys() - names.keys() <= _NEVER_NAMED
-        self._may_lose = not (has_bytes or model.get("byte_fallback"))
         self._may_cut = (
-            has_bytes
-            and "merges" in model
+            "merges" in model
             and data.get("normalizer") is None
-            and _PLAIN_BYTE_LEVEL.items() <= {"use_regex": True, **data["pre_tokenizer"]}.items()
+            and _PLAIN_BYTE_LEVEL.items()
+            <= {"use_regex": True, **(data.get("pre_tokenizer") or {})}.items()
             and self._added.keys() <= declared | self._unmarked
         )
 
@@ -360,72 +348,13 @@ class _OfFile(_Base):
 
     def encode(self, text: str) -> np.ndarray:
         utf8(text)
-        if self._may_lose:
-            ids = self._encode_checked(text)
-        else:
-            parts, chunks = (
-                [np.zeros(0, np.int32)],
-                _chunks(text) if self._may_cut else iter([text]),
-            )
-            while some := list(islice(chunks, _CHUNKS_AT_ONCE)):
-                # Unlike `encode`, this method lets other threads run.
-                encoded = self._plain.encode_batch_fast(some, add_special_tokens=False)
-                parts += [np.array(encoding.ids, np.int32) for encoding in encoded]
-            ids = np.concatenate(parts)
+        parts = [np.zeros(0, np.int32)]
+        chunks = _chunks(text) if self._may_cut else iter([text])
+        while some := list(islice(chunks, _CHUNKS_AT_ONCE)):
+            parts += _encode(self._plain, some)
+        ids = np.concatenate(parts)
         self._refuse_specials(ids)
         return ids
-
-    def _encode_checked(self, text: str) -> np.ndarray:
-        """The ids of a text of which the model could lose a character."""
-        try:
-            (encoding,) = self._plain.encode_batch([text], add_special_tokens=False)
-        # The library raises plain Exception if the model has no unknown token.
-        except Exception as error:
-            raise ValueError(
-                f"this tokenizer cannot encode the text ({error}); "
-                "remove the unknown characters, or train a model with the byte tokenizer"
-            ) from None
-        ids = np.array(encoding.ids, np.int32)
-        self._refuse_lost(text, ids, encoding.offsets)
-        return ids
-
-    def _refuse_lost(self, text: str, ids: np.ndarray, offsets: list[tuple[int, int]]) -> None:
-        """Raises ValueError for a character of `text` that the model drops, the first if it is in
-        no token.
-
-        Characters that the normalizer or the splitting removes, such as white space between words,
-        are not lost. Only a BPE without an unknown token drops characters.
-        """
-        if self._unknown_id is not None:
-            return
-        normalizer = self._plain.normalizer
-        shown = text if normalizer is None else normalizer.normalize_str(text)
-        lost = set(filter(self._is_lost, set(shown))) if self._is_spelled else set[str]()
-        for written in (text, shown):
-            if places := [written.index(character) for character in lost & set(written)]:
-                _refuse(written, min(places))
-        # The others are those that no token covers.
-        ends = np.array(offsets, np.int64).reshape(-1, 2)
-        change = np.bincount(ends[:, 0], minlength=len(text) + 1)
-        change -= np.bincount(ends[:, 1], minlength=len(text) + 1)
-        for position in np.flatnonzero(np.cumsum(change)[:-1] == 0):
-            character = text[position]
-            if normalizer is not None:
-                character = normalizer.normalize_str(character)
-            if character.strip():
-                _refuse(text, int(position))
-
-    def _is_lost(self, character: str) -> bool:
-        splitter = self._plain.pre_tokenizer
-        pieces = [(character, ())] if splitter is None else splitter.pre_tokenize_str(character)
-        return any(not self._letters.issuperset(piece) for piece, _ in pieces)
-
-    @cached_property
-    def _letters(self) -> frozenset[str]:
-        """The characters and bytes that a BPE knows, among other names."""
-        start, end = self._affixes
-        names = {name.removeprefix(start).removesuffix(end) for name in self._vocabulary}
-        return frozenset(names.union(*self._added))
 
     def _refuse_specials(self, ids: np.ndarray, *more: int) -> None:
         """Raises ValueError for a special token or `more`, whose name can be a vocabulary word."""
@@ -449,8 +378,11 @@ class _OfFile(_Base):
         return _bytes_in(self.token(id_), str(self._backend.decoder))
 
     def piece_id(self, piece: str) -> int | None:
-        ids = self._plain.encode(piece, add_special_tokens=False).ids
-        return ids[0] if len(ids) == 1 and self.decode(ids) == piece else None
+        try:
+            (ids,) = _encode(self._plain, [piece])
+        except ValueError:
+            return None
+        return int(ids[0]) if len(ids) == 1 and self.decode(ids) == piece else None
 
     def token(self, id_: int) -> str:
         """The name of a token in the file; empty for an id without a name."""
@@ -459,6 +391,26 @@ class _OfFile(_Base):
     def id_of(self, token: str) -> int | None:
         """The id of the token named `token`, or None."""
         return self._vocabulary.get(token)
+
+
+def _encode(backend: tokenizers.Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The ids of each text, int32. Raises ValueError for a character that the model would lose."""
+    try:
+        # Unlike `encode`, this method lets other threads run.
+        encoded = backend.encode_batch_fast(texts, add_special_tokens=False)
+    # The library raises plain Exception.
+    except Exception as error:
+        for text in texts if isinstance(backend.model, models.BPE) else ():
+            for character in dict.fromkeys(text):
+                try:
+                    backend.encode(character)
+                except Exception:
+                    _refuse(text, text.index(character))
+        raise ValueError(
+            f"this tokenizer cannot encode the text ({said(error)}); "
+            "remove the unknown characters, or train a model with the byte tokenizer"
+        ) from None
+    return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
 
 def _bytes_in(name: str, decoder: str) -> bytes | None:
@@ -492,29 +444,25 @@ class SubwordTokenizer(_OfFile):
 
     @classmethod
     def of_file(cls, path: str | os.PathLike[str]) -> SubwordTokenizer:
-        """The tokenizer in the file `path`. Raises ValueError if the file cannot be read or is
-        broken.
-        """
+        """The tokenizer in the file `path`; ValueError if it cannot be read or is broken."""
         file = Path(os.path.expanduser(path))
         check_regular(file)
         try:
-            content = file.read_text(encoding="utf-8")
+            return cls(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise ValueError(
                 f"{path} cannot be read ({why}); pass the path of a tokenizer.json"
             ) from None
-        try:
-            return cls(content)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
     def _read(self, data: Any) -> None:
         self._set_content(data)
         cores: dict[str, str] = {}
-        for token in _added_in(data):
-            if match := _SPECIAL.fullmatch(token["content"]):
-                cores.setdefault(match[1].lower().replace("\u2581", "_"), token["content"])
+        for name in self._added:
+            if match := _SPECIAL.fullmatch(name):
+                cores.setdefault(match[1].lower().replace("\u2581", "_"), name)
         named = {role: next(filter(cores.get, _NAMES[role]), "") for role in SPECIALS}
         following = itertools.count(max(self._vocabulary.values()) + 1)
         self._roles = {
@@ -527,28 +475,27 @@ class SubwordTokenizer(_OfFile):
         decoder, never = str(self._backend.decoder), set(NEVER_IN_UTF8)
         learnt = self._backend.get_vocab(with_added_tokens=False).items()
         impossible = {id_ for name, id_ in learnt if never & {*(_bytes_in(name, decoder) or b"")}}
-        banned = {*self._specials, *self._empty, *impossible, self._unknown_id} - {
-            self.eos_id,
-            None,
-        }
-        self.banned_ids = tuple(sorted(banned))
-        self._may_lose |= self._unknown_id is not None
+        banned = {*self._specials, *self._empty, *impossible, self._unknown_id}
+        self.banned_ids = tuple(sorted(banned - {self.eos_id, None}))
 
-    def _refuse_lost(self, text: str, ids: np.ndarray, offsets: list[tuple[int, int]]) -> None:
-        super()._refuse_lost(text, ids, offsets)
+    def encode(self, text: str) -> np.ndarray:
+        ids = super().encode(text)
         if (is_unknown := ids == self._unknown_id).any():
+            offsets = self._plain.encode(text, add_special_tokens=False).offsets
             _refuse(text, offsets[int(np.argmax(is_unknown))][0])
+        return ids
 
     def published(self) -> HubTokenizer:
         """The same tokenizer, with the special tokens that were appended written in its file."""
-        data = json.loads(self._backend.to_str())
+        data = json.loads(self.content)
+        data["added_tokens"] = list(data.get("added_tokens") or ())
         for role, id_ in self._roles.items():
             if not self.token(id_):
                 name = f"<|{role}|>"
                 while name in self._vocabulary:
                     name = f"<{name}>"
                 data["added_tokens"].append(added_token(id_, name))
-        ids = (self.mask_id, self.pad_id, self.eos_id, self.bos_id)
+        ids = [self._roles[role] for role in ("mask", "pad", "eos", "bos")]
         tokenizer = HubTokenizer(json.dumps(data), *ids)
         if tokenizer.vocab_size != self.vocab_size or not all(map(tokenizer.token, ids)):
             raise ValueError(
@@ -630,7 +577,7 @@ class HubTokenizer(_OfFile):
         self.special_names = frozenset(filter(None, map(self.token, self.textless_ids)))
 
     @cached_property
-    def prefix_ids(self) -> tuple[int, ...]:
+    def prefix_ids(self) -> tuple[int, ...]:  # type: ignore[override]
         """The ids that the post-processor of the file puts before a text, such as BOS."""
         whole = self._backend.encode("a", add_special_tokens=True)
         places = whole.sequence_ids
@@ -641,52 +588,25 @@ class HubTokenizer(_OfFile):
         names = filter(_SPECIAL.fullmatch, self._added)
         return frozenset(name for name in names if name in text)
 
-    def encode_marked(self, text: str) -> np.ndarray:
-        """The ids of `text`, int32 `[n]`, with names of special tokens encoded as special
-        tokens.
+    def encode_marked(self, text: str, *, quote: str = "") -> np.ndarray:
+        """The ids of `text`, int32 `[n]`, with names of special tokens encoded as special tokens. A
+        name with `quote` behind its first character is text.
         """
-        return _ids_of(self._backend, text)
-
-    def encode_quoted(self, text: str, quotes: Mapping[str, str]) -> np.ndarray:
-        """The ids of `text` as in `encode_marked`, but each key of `quotes` stands for the
-        characters of its value, which is the name of a token.
-        """
-        placeholder = pattern_of(frozenset(quotes))
-        backend = _backend(self.content, self._unmarked.union(quotes.values()))
-        refused = [id_ for id_ in map(self.id_of, quotes.values()) if id_ is not None]
+        utf8(text)
+        if not quote or quote not in text:
+            return _encode(self._backend, [text])[0]
+        plain = _backend(self.content, self._unmarked.union(self._added))
         markers = pattern_of(frozenset(self._added)).pattern if self._added else "$"
         ids, before = [], ""
         # Text between two markers is encoded as one, because some tokenizers begin it with a space.
-        for run in re.split(f"({markers})", text):
-            if not placeholder.search(run):
+        for run in re.split(f"({markers})(?!{quote})", text):
+            if quote not in run:
                 before += run
                 continue
-            plain = placeholder.sub(lambda found: quotes[found[0]], run)
-            ids += [self.encode_marked(before), _ids_of(backend, plain)]
-            self._refuse_specials(ids[-1], *refused)
+            ids += _encode(self._backend, [before]) + _encode(plain, [run.replace(quote, "")])
+            self._refuse_specials(ids[-1], *map(self._vocabulary.__getitem__, self._added))
             before = ""
-        return np.concatenate([*ids, self.encode_marked(before)])
-
-
-def _added_in(data: Any) -> list[dict[str, Any]]:
-    return data.get("added_tokens") or []
-
-
-# Parsing a large file takes seconds.
-@functools.lru_cache(maxsize=8)
-def _backend(content: str, unmarked: frozenset[str] | None = None) -> tokenizers.Tokenizer:
-    """The library's tokenizer. With `unmarked`, it encodes no text as a special or such a token."""
-    data = json.loads(content)
-    is_edited = bool(data["model"].pop("dropout", None))
-    for token in _added_in(data):
-        special = bool(token.get("special")) or token["content"] in (unmarked or ())
-        if token.get("special") != special:
-            token["special"], is_edited = special, True
-    backend = tokenizers.Tokenizer.from_str(json.dumps(data) if is_edited else content)
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = unmarked is not None
-    return backend
+        return np.concatenate([*ids, *_encode(self._backend, [before])])
 
 
 @functools.lru_cache(maxsize=4)
@@ -695,13 +615,6 @@ def pattern_of(names: frozenset[str]) -> re.Pattern[str]:
     ordered = sorted(names, key=lambda name: (-len(name), name))
     first = "".join(sorted({re.escape(name[0]) for name in ordered}))
     return re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, ordered))})")
-
-
-def _ids_of(backend: tokenizers.Tokenizer, text: str) -> np.ndarray:
-    utf8(text)
-    # Unlike `encode`, this method lets other threads run.
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
-    return np.array(encoding.ids, np.int32)
 
 
 def qwen_split(num_digits: int) -> str:
@@ -739,18 +652,12 @@ def bpe_json(
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([*pieces, by_bytes])
     made.decoder = decoders.ByteLevel()
+    if bos is not None:
+        made.post_processor = processors.TemplateProcessing(
+            single=[bos[0], "$A"], pair=[bos[0], "$A", "$B"], special_tokens=[bos]
+        )
     data = json.loads(made.to_str())
     data["added_tokens"] = [added_token(id_, *token) for id_, token in sorted(added.items())]
-    if bos is not None:
-        name, id_ = bos
-        special = {"SpecialToken": {"id": name, "type_id": 0}}
-        first, second = ({"Sequence": {"id": part, "type_id": 0}} for part in "AB")
-        data["post_processor"] = {
-            "type": "TemplateProcessing",
-            "special_tokens": {name: {"id": name, "ids": [id_], "tokens": [name]}},
-            "single": [special, first],
-            "pair": [special, first, second],
-        }
     return json.dumps(data)
 
 

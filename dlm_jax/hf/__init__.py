@@ -3,6 +3,7 @@
 from dlm_jax.hf.chat import ChatTemplate, check_template, saved_chat
 from dlm_jax.hf.directory import (
     KEPT,
+    UNPUBLISHED,
     Published,
     is_published,
     read_chat,
@@ -13,7 +14,6 @@ from dlm_jax.hf.directory import (
     restored,
     write_published,
 )
-from dlm_jax.hf.families import UNPUBLISHED
 from dlm_jax.hf.hub import fetched, hub_id
 
 __all__ = [

@@ -7,10 +7,8 @@ immutable sandbox, without access to Python attributes, files or modules.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -35,14 +33,11 @@ RESERVED = frozenset(
 Messages = Sequence[Mapping[str, Any]]
 """Turns of a conversation: ``{"role": "user", "content": "..."}``, plus template-specific keys."""
 
-_MARK = "\ufdd0"  # no character of a text; stands at the ends of {% generation %}
 # As in transformers. A template that strips its contents strips the space behind the tag.
 _CONTINUED, _SPACE = "CONTINUE_FINAL_MESSAGE_TAG", "\u2003"
 
-
-def _quote(number: int) -> str:
-    """A placeholder of digits, which templates copy unchanged; it begins with its only 1."""
-    return "17483296" + f"{number:05o}".translate({ord("0"): "8", ord("1"): "9"})
+# Digits, which templates copy unchanged. They begin with their only 1, so that they do not overlap.
+_QUOTE = "1748329688888"
 
 
 @dataclass(frozen=True)
@@ -79,21 +74,47 @@ class ChatTemplate:
         Raises:
           ValueError: the template is broken or rejects the messages.
         """
-        values = _variables(messages, begins_answer, more)
-        return self._render(values, continues).replace(_MARK, "")
+        return self._render(_variables(messages, begins_answer, more), continues)
 
-    def ids(self, messages: Messages, /, *, continues: bool = False, **more: Any) -> np.ndarray:
+    def ids(
+        self,
+        messages: Messages,
+        /,
+        *,
+        begins_answer: bool = True,
+        continues: bool = False,
+        **more: Any,
+    ) -> np.ndarray:
         """The token ids of `text` with the same arguments, int32 ``[n]``.
 
         Only the template writes special tokens: in `messages` and `more`, the names of special
         tokens and of the template's markers are encoded as characters. In the model's own turns,
         markers other than those around a turn are tokens.
         """
+        values = _variables(messages, begins_answer, more)
+        text = self._render(values, continues)
         if not isinstance(self.tokenizer, HubTokenizer):
-            return self.tokenizer.encode(self.text(messages, continues=continues, **more))
-        values = _variables(messages, more.pop("begins_answer", True), more)
-        marked, encode = self._quoted(values, continues)
-        return encode(marked.replace(_MARK, ""))
+            return self.tokenizer.encode(text)
+        # Names that the messages contain are quoted by digits after their first character.
+        try:
+            quoted = _quote(values | {"messages": None}, self._markers)
+            quoted["messages"] = [
+                # The model itself writes markers within its turns.
+                _quote(turn, self._names if turn["role"] == "assistant" else self._markers)
+                for turn in values["messages"]
+            ]
+        except RecursionError:
+            raise ValueError("the messages are nested too deeply") from None
+        if quoted == values:
+            return self._hub.encode_marked(text)
+        written = self._render(quoted, continues)
+        if written.replace(_QUOTE, "") != text:
+            names = sorted(name for name in self._markers if name in str(values))
+            raise ValueError(
+                f"the chat template reads {', '.join(names)} in the messages, which cannot be "
+                "encoded as text then; remove them from the messages"
+            )
+        return self._hub.encode_marked(written, quote=_QUOTE)
 
     def turns(self, messages: Messages, /) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Training examples: for each turn of the assistant, the ids before it and its ids, int32.
@@ -103,95 +124,24 @@ class ChatTemplate:
         ``<|im_end|>``; a line break after it is not part of the turn, because a generation ends
         there.
 
-        If the template marks its answers with ``{% generation %}``, only marked tokens belong to a
-        turn, and turns without a mark are left out.
-
         Raises:
-          ValueError: the template marks no answers, and the ids with a turn do not begin with the
-            ids before it; or an answer is marked in several parts, or from within a token.
+          ValueError: the ids with a turn do not begin with the ids before it.
         """
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant" and (turn := self._turn(messages, place)):
-                yield turn
-
-    def _turn(self, messages: Messages, place: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """The turn at a place; None if the template marks other turns alone."""
-        problem = f"message {place + 1}: the chat template"
-        sent, encode = self._quoted(_variables(messages[:place], True))
-        prompt = sent.replace(_MARK, "")
-        given = encode(prompt)
-        written, encode = self._quoted(_variables(messages[: place + 1], False))
-        parts = written.split(_MARK)
-        text, start = "".join(parts), given
-        if "endgeneration" in self.source:
-            ends = list(itertools.accumulate(map(len, parts)))
-            new = len(os.path.commonprefix([prompt, text]))
-            spans = [one for one in zip(ends[:-1:2], ends[1::2], strict=True) if one[1] > new]
-            if not spans:
-                return None
-            if any(one[1] != two[0] for one, two in itertools.pairwise(spans)):
-                raise ValueError(
-                    f"{problem} marks this answer in several parts; put it between one "
-                    "{% generation %} and one {% endgeneration %}"
-                )
-            start, text = encode(text[: spans[0][0]]), text[: spans[-1][1]]
-        whole = encode(text)
-        if not np.array_equal(whole[: start.size], start):
-            raise ValueError(
-                f"{problem} writes other tokens before this answer than a chat sends, or marks it "
-                "from within a token; put {% generation %} behind a special token or a line break"
-            )
-        # A mark can begin before the header of the answer, which a chat sends.
-        if given.size > start.size and np.array_equal(whole[: given.size], given):
-            start = given
-        turn = whole[start.size :]
         special = {*self._hub.textless_ids, *map(self._hub.id_of, self._names)}
-        last = max((i for i, id_ in enumerate(turn.tolist()) if id_ in special), default=-1)
-        is_end = last >= 0 and not self._hub.decode(turn[last + 1 :]).strip()
-        return start, turn[: last + 1] if is_end else turn
-
-    def _quoted(
-        self, values: dict[str, Any], continues: bool = False
-    ) -> tuple[str, Callable[[str], np.ndarray]]:
-        """The text with placeholders for names of special tokens in the messages, and the function
-        that encodes it or its beginning.
-        """
-        quotes: dict[str, str] = {}
-
-        def quote(value: Any, names: frozenset[str]) -> Any:
-            if isinstance(value, str):
-                return pattern_of(names).sub(
-                    lambda name: quotes.setdefault(name[0], _quote(len(quotes))), value
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            given = self.ids(messages[:place])
+            whole = self.ids(messages[: place + 1], begins_answer=False)
+            if not np.array_equal(whole[: given.size], given):
+                raise ValueError(
+                    f"message {place + 1}: the chat template writes other tokens before this "
+                    "answer than a chat sends; use a template that writes the same"
                 )
-            if isinstance(value, Mapping):
-                return {quote(key, names): quote(one, names) for key, one in value.items()}
-            if isinstance(value, list | tuple):
-                return [quote(one, names) for one in value]
-            return value
-
-        try:
-            # The model itself writes markers within its turns.
-            turns = [
-                quote(turn, self._names if turn["role"] == "assistant" else self._markers)
-                for turn in values["messages"]
-            ]
-            rest = quote(values | {"messages": None}, self._markers)
-        except RecursionError:
-            raise ValueError("the messages are nested too deeply") from None
-        text = self._render(values, continues)
-        if not quotes:
-            return text, self._hub.encode_marked
-        written = plain = self._render(rest | {"messages": turns}, continues)
-        for name, placeholder in quotes.items():
-            plain = plain.replace(placeholder, name)
-        if plain != text:
-            read = ", ".join(sorted(quotes))
-            raise ValueError(
-                f"the chat template reads {read} in the messages, which cannot be encoded as text "
-                "then; remove them from the messages"
-            )
-        encode, named = self._hub.encode_quoted, {q: name for name, q in quotes.items()}
-        return written, functools.partial(encode, quotes=named)
+            turn = whole[given.size :]
+            last = max((i for i, id_ in enumerate(turn.tolist()) if id_ in special), default=-1)
+            is_end = last >= 0 and not self._hub.decode(turn[last + 1 :]).strip()
+            yield given, turn[: last + 1] if is_end else turn
 
     def specials(self) -> dict[str, str]:
         """The texts of BOS, EOS, PAD and MASK for the template; '' for a missing token."""
@@ -229,7 +179,6 @@ class ChatTemplate:
             return frozenset()
 
     def _render(self, values: dict[str, Any], continues: bool) -> str:
-        """The conversation as text, with `_MARK` at the ends of ``{% generation %}``."""
         if continues:
             *others, last = values["messages"] or [{}]
             content = last.get("content")
@@ -255,9 +204,7 @@ class ChatTemplate:
             raise ValueError(f"chat_template rejects the messages ({reason})") from None
 
 
-def _variables(
-    messages: Messages, begins_answer: bool, more: Mapping[str, Any] = {}
-) -> dict[str, Any]:
+def _variables(messages: Messages, begins_answer: bool, more: Mapping[str, Any]) -> dict[str, Any]:
     """The variables of a template that depend on a conversation."""
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
@@ -270,6 +217,17 @@ def _variables(
         **more,
         "add_generation_prompt": begins_answer,
     }
+
+
+def _quote(value: Any, names: frozenset[str]) -> Any:
+    """A value in which `_QUOTE` follows the first character of each of the names."""
+    if isinstance(value, str):
+        return pattern_of(names).sub(lambda name: name[0][0] + _QUOTE + name[0][1:], value)
+    if isinstance(value, Mapping):
+        return {_quote(key, names): _quote(one, names) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_quote(one, names) for one in value]
+    return value
 
 
 def saved_chat(meta: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -289,17 +247,14 @@ def check_template(source: str, where: str) -> None:
 
 
 class _Generation(Extension):
-    """``{% generation %}``, which writes `_MARK` before and after its content."""
+    """``{% generation %}``, by which transformers marks answers; the mark has no effect."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Callable[[], str]) -> str:
-        return f"{_MARK}{caller()}{_MARK}"
+        return nodes.Scope(body, lineno=line)
 
 
 def _refuse(message: str) -> None:

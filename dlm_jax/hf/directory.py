@@ -6,7 +6,6 @@ A written directory can be read by the family's own programs.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import shutil
@@ -21,38 +20,121 @@ import numpy as np
 from dlm_jax.config import Config, DataConfig, ModelConfig, ObjectiveConfig, SamplingParams
 from dlm_jax.data import NO_MASK, HubTokenizer, SubwordTokenizer, check_fits
 from dlm_jax.data.tokenizers import added_token, bpe_json, qwen_split
+from dlm_jax.hf import gemma, llada, qwen
 from dlm_jax.hf.chat import ChatTemplate
-from dlm_jax.hf.families import (
+from dlm_jax.hf.family import (
     GENERATION,
-    expressed,
-    family_for,
-    family_of,
+    Family,
+    FileFields,
     implied_sample,
     presets_of,
+    read_json,
     read_settings,
     recommended,
     settings_fields,
 )
-from dlm_jax.hf.family import Family, FileFields, pieces_of, read_json
 from dlm_jax.hf.gguf import TENSORS, is_gguf, opened
 from dlm_jax.hf.tensors import (
     Place,
     Shards,
     Tensors,
+    WithMaskRow,
     check_tensors,
+    pieces_of,
     read_params,
     write_weights,
 )
 from dlm_jax.model.lora import STACKS
 from dlm_jax.model.transformer import build
 from dlm_jax.randomness import key_of
-from dlm_jax.settings import SettingError
+from dlm_jax.settings import SettingError, brief, closest
 from dlm_jax.store.files import said as reason_of
 from dlm_jax.types import Params
 
 CONFIG = "config.json"
 TEMPLATE = "chat_template.jinja"
 _MASK_NAMES = ("<|mdm_mask|>", "<|mask|>", "<|MASK|>", "|<MASK>|", "[MASK]", "<mask>")
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (*llada.FAMILIES, *qwen.FAMILIES, *gemma.FAMILIES)
+}
+"""Families by name."""
+
+
+def family_of(config: Mapping[str, Any], where: str) -> Family:
+    """The family of a config.json.
+
+    ``architectures`` selects the family. ``model_type`` is used only if ``architectures`` is
+    absent, because some families share it.
+    """
+    named = config.get("architectures") or []
+    named = [str(name) for name in (named if isinstance(named, list) else [named])]
+    known = {name: family for family in FAMILIES.values() for name in family.architectures}
+    kind = config.get("model_type")
+    matching = [known[name] for name in named if name in known]
+    if not named:
+        matching = [family for family in FAMILIES.values() if family.model_type == kind]
+    if matching and (named or len(matching) == 1):
+        return matching[0]
+    near = f"the nearest is {closest(named[0][:60], known)!r}; " if named else ""
+    raise ValueError(
+        f"{where}: architectures={brief(named)} is not a supported family, nor is the model_type "
+        f"{brief(kind)}; {near}docs/published.md lists all"
+    )
+
+
+def family_for(model: ModelConfig, name: str | None = None) -> Family:
+    """The first family whose config.json can express all settings of a model.
+
+    A model without biases on queries, keys and values fits a family that has them, because biases
+    of zero change nothing, but a family without them comes first.
+
+    Raises:
+      ValueError: there is no such family; the message names the settings that the nearest one
+        requires.
+    """
+    if name is not None and name not in FAMILIES:
+        raise ValueError(f"family={name!r} is unknown; use one of {', '.join(FAMILIES)}")
+    ours, others, refused = comparable(model), [], ""
+    for family in [FAMILIES[name]] if name is not None else FAMILIES.values():
+        try:
+            said = comparable(expressed(family, model))
+        except ValueError as error:  # the family does not support the model
+            refused = f" ({error})"
+            continue
+        others.append((family, {key: at for key, at in said.items() if at != ours[key]}))
+    for accepted in ({}, {"qkv_bias": True}):
+        for family, differing in others:
+            if differing == accepted:
+                return family
+    what = f"family={name!r} cannot" if name else "no published family can"
+    if others:
+        family, differing = min(others, key=lambda other: len(other[1]))
+        needed = (f"model.{key}={at!r}, not {ours[key]!r}" for key, at in differing.items())
+        refused = f"; {family.name} requires {', '.join(needed)}"
+    raise ValueError(f"{what} express the settings of [model]{refused}")
+
+
+def expressed(family: Family, model: ModelConfig) -> ModelConfig:
+    """The model that the family reads from its config.json of `model`."""
+    return family.read(FileFields(family.write(model), "config"))
+
+
+UNPUBLISHED = frozenset(
+    {"lora_rank", "lora_alpha", "lora_targets", "compute_dtype", "remat"}
+    | {"add_sampler_head", "sampler_context", "sampler_residual"}
+    | {"add_critic_head"}
+)
+"""Settings of ``[model]`` that published models do not define."""
+
+
+def comparable(model: ModelConfig) -> dict[str, Any]:
+    """The settings that affect the computation of a model, in canonical form."""
+    said = vars(model) | {"kv_heads": model.kv_heads or model.heads}
+    said |= {"head_size": model.size_of_head}
+    idle = (UNPUBLISHED - {"lora_rank"}) | {"start_id"}
+    return {key: value for key, value in said.items() if key not in idle}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +163,6 @@ def read_published(
     place: Place | None = None,
     ignore: Sequence[str] = (),
     adds_mask: bool = False,
-    mask_like: str = "",
 ) -> Published:
     """Loads the model in a directory, tensor by tensor.
 
@@ -93,7 +174,6 @@ def read_published(
       ignore: fields of config.json that are not read.
       adds_mask: whether a vocabulary without MASK and without a free id gets one more id, as in
         `read_shape`. Its rows in the tables are the means of the other rows.
-      mask_like: token whose rows that id gets instead; empty for none.
     """
     directory = Path(path)
     described = _describe(directory, ignore, adds_mask=adds_mask)
@@ -113,14 +193,8 @@ def read_published(
     shapes, pieces = layout(model)
     check_tensors(tensors, pieces, where=str(directory), unused=unused)
     whole = _with_mask(model, described.tokenizer)
-    like = described.tokenizer.id_of(mask_like) if mask_like else None
-    if mask_like and (whole == model or like is None or like >= model.vocab_size):
-        why = f"is not a token of {directory}"
-        if whole == model:
-            why = f"has no effect, because {directory} has an id for MASK"
-        raise SettingError("train.mask_like", mask_like, why, "remove it")
     if whole != model:
-        tensors = _WithMaskRow(tensors, (head, table), like)
+        tensors = WithMaskRow(tensors, (head, table))
         shapes, pieces = layout(whole)
     params = read_params(
         tensors,
@@ -133,27 +207,6 @@ def read_published(
     whole = dataclasses.replace(whole, compute_dtype="bfloat16" if is_half else "float32")
     config = dataclasses.replace(described.config, model=whole)
     return dataclasses.replace(described, config=config, params=params)
-
-
-class _WithMaskRow:
-    """Stored tensors, whose `tables` have one more row for MASK: that of the id `like`, or the mean
-    of the others.
-    """
-
-    def __init__(self, tensors: Tensors, tables: Sequence[str], like: int | None):
-        self.entries, self._tensors, self._tables = tensors.entries, tensors, tables
-        self._like = like
-        # Every device reads its part of a table.
-        self._extended = functools.lru_cache(maxsize=1)(self._extend)
-
-    def read(self, name: str) -> np.ndarray:
-        return self._extended(name) if name in self._tables else self._tensors.read(name)
-
-    def _extend(self, name: str) -> np.ndarray:
-        table = np.asarray(self._tensors.read(name), np.float32)
-        mean_1D = jnp.mean(table, axis=0, keepdims=True)
-        row_1D = np.asarray(mean_1D) if self._like is None else table[self._like][None]
-        return np.concatenate([table, row_1D])
 
 
 def _describe(directory: Path, ignore: Sequence[str] = (), *, adds_mask: bool) -> Published:

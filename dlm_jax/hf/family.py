@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from dlm_jax.config import ModelConfig
-from dlm_jax.distributed.partitions import named_leaves
-from dlm_jax.types import Params
+from dlm_jax.config import ModelConfig, SamplingParams
+from dlm_jax.sampling.rules import BUILT_IN
+from dlm_jax.settings import nearest
 
 _MISSING = object()
 
@@ -128,75 +127,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-class TensorPart(NamedTuple):
-    """The part of a parameter that one tensor contains.
-
-    Attributes:
-      tensor: name of the tensor.
-      part: index into the tensor: (rows,), or (expert, rows) if the tensor contains all experts.
-      shape: stored shape of this part.
-      place: index into the parameter: (layer,), (layer, expert), or () for the whole parameter.
-      is_transposed: whether the two axes are swapped: linear maps are stored as ``[out, in]`` and
-        loaded as ``[in, out]``.
-    """
-
-    tensor: str
-    part: tuple[int | slice, ...]
-    shape: tuple[int, ...]
-    place: tuple[int, ...]
-    is_transposed: bool
-
-
-def pieces_of(
-    tensors: Mapping[str, str], abstract: Params, *, layers: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[TensorPart]]:
-    """The pieces of every parameter, by the parameter's path (``blocks/mlp/up/kernel``).
-
-    Args:
-      tensors: the tensor of each parameter, as in `Family.tensors`.
-      abstract: the parameters, or their shapes.
-      layers: the layer indices of each stack of blocks.
-    """
-    order = {path: at for at, path in enumerate(tensors)}
-    pieces: dict[str, list[TensorPart]] = {}
-    row_of: dict[tuple[str, int], int] = {}
-    rows = []
-    for path, leaf in named_leaves(abstract):
-        name = path.removeprefix("dense_").removeprefix("full_")
-        if name not in tensors:
-            raise ValueError(
-                f"this family has no tensor for {path}; disable the feature that needs it"
-            )
-        pieces[path] = []
-        rows.append((order[name], path, leaf, tensors[name]))
-    for _, path, leaf, name in sorted(rows, key=lambda row: row[0]):
-        is_of_experts = path.rpartition("/")[2].startswith("expert_")
-        is_transposed = path.endswith("/kernel") or is_of_experts
-        holds_all_experts = is_of_experts and "{e}" not in name
-        depth = ("{i}" in name) + is_of_experts
-        shape = leaf.shape[depth:][::-1] if is_transposed else leaf.shape[depth:]
-        numbers = layers.get(path.partition("/")[0], ())
-        for place in np.ndindex(*leaf.shape[:depth]):
-            layer, expert = (*place, 0, 0)[:2]
-            tensor = name.format(i=numbers[layer] if numbers else layer, e=expert)
-            first = row_of.get((tensor, expert), 0)
-            row_of[tensor, expert] = end = first + shape[0]
-            part = (expert,) * holds_all_experts + (slice(first, end),)
-            pieces[path].append(TensorPart(tensor, part, shape, place, is_transposed))
-    return pieces
-
-
-def tensor_shapes(pieces: Mapping[str, list[TensorPart]]) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, derived from its pieces."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in (piece for parts in pieces.values() for piece in parts):
-        ends = [at.stop if isinstance(at, slice) else at + 1 for at in piece.part]
-        known = shapes.get(piece.tensor, (0,) * len(ends))
-        ends = [max(pair) for pair in zip(ends, known, strict=False)]
-        shapes[piece.tensor] = (*ends, *piece.shape[1:])
-    return shapes
-
-
 _PLAIN = ModelConfig()
 
 
@@ -297,3 +227,107 @@ class Family:
             if re.match(pattern, tensor):
                 return re.sub(pattern, replacement, tensor) if replacement else ""
         return tensor
+
+
+GENERATION = "generation_config.json"
+OWN = "dlm_jax"
+"""The field of `GENERATION` with settings of this library, which precede the other fields."""
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
+"""Fields of `GENERATION` that apply only with ``do_sample`` true."""
+
+_SHARED = dict(zip(_SAMPLING, _SAMPLING, strict=True)) | {
+    "repetition_penalty": "repetition_penalty",
+    "steps": "steps",
+    "max_new_tokens": "gen_length",
+}
+"""Fields of `GENERATION` that are settings, and the names of these settings in this library."""
+
+
+def read_settings(
+    directory: Path,
+    length: int,
+    of_family: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda said: {},
+) -> dict[str, Any]:
+    """The settings that generation_config.json recommends; empty if there is no such file.
+
+    Sampling follows Hugging Face: ``do_sample`` false means temperature 0, and is the default if
+    the file has a temperature, ``top_k``, ``top_p``, ``min_p`` or ``typical_p``; ``do_sample`` true
+    means temperature 1 unless the file sets one. Without any of these fields, the family sets the
+    temperature. A generation longer than the canvas of `length` tokens is replaced by one that
+    fills the space after the prompt. `of_family` is `Family.recommended`, for the fields of one
+    family.
+    """
+    file = directory / GENERATION
+    said = read_json(file) if file.exists() else {}
+    extra = said.get(OWN) or {}
+    settings = {name: said[field] for field, name in _SHARED.items() if said.get(field) is not None}
+    does_sample = said.get("do_sample")
+    if not isinstance(does_sample, bool | None):
+        raise ValueError(f"{file}: do_sample={does_sample!r} is not a bool; use true or false")
+    is_greedy = not does_sample and (does_sample is not None or settings.keys() & set(_SAMPLING))
+    if does_sample:
+        settings.setdefault("temperature", 1.0)
+    try:
+        settings |= of_family(said)
+        for name, value in (settings | extra).items():
+            if name not in BUILT_IN.settings:
+                known = tuple(BUILT_IN.settings)
+                raise ValueError(f"{name[:60]!r} is not a setting; {nearest(name[:60], known)}")
+            settings[name] = BUILT_IN.settings[name].checked(value)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{file}: {error}") from None
+    if is_greedy and "temperature" not in extra:
+        settings["temperature"] = 0.0
+    if settings.get("gen_length", 0) > length and "gen_length" not in extra:
+        settings |= {"gen_length": 0, "steps": settings.get("steps", length)}
+    return settings
+
+
+def settings_fields(sample: SamplingParams, implied: SamplingParams) -> dict[str, Any]:
+    """The fields of generation_config.json from which `read_settings` restores `sample`."""
+    values = {name: getattr(sample, name) for name in BUILT_IN.settings}
+    changed = {name: v for name, v in values.items() if v != getattr(implied, name)}
+    fields = {field: changed[name] for field, name in _SHARED.items() if name in changed}
+    if not sample.gen_length:
+        fields.pop("max_new_tokens", None)
+    # A reader scales steps that are not named, and ends with the temperature that is named.
+    if "gen_length" in changed:
+        changed["steps"] = sample.steps
+    if fields.keys() & set(_SAMPLING):
+        changed["temperature_end"] = sample.temperature_end
+        fields["do_sample"] = sample.temperature > 0
+        fields["temperature"] = sample.temperature
+        if not fields["do_sample"]:
+            del fields["temperature"]
+    return fields | ({OWN: changed} if changed else {})
+
+
+def presets_of(family: Family, model: ModelConfig) -> dict[str, dict[str, Any]]:
+    """The presets of a family; the block lengths of one with `threshold_alone` fit the model."""
+    presets = {name: dict(preset) for name, preset in family.presets.items()}
+    for preset in presets.values():
+        if preset.get("threshold_alone"):
+            preset["block_length"] = math.gcd(preset["block_length"], model.block_length)
+            preset["threshold_alone"] = model.block_length
+    return presets
+
+
+def implied_sample(family: Family, model: ModelConfig, length: int) -> SamplingParams:
+    """The first preset of a family, adapted to a canvas of `length` tokens."""
+    settings = next(iter(presets_of(family, model).values()), {})
+    if settings.get("gen_length", 0) > length:
+        settings |= {"gen_length": length, "steps": length}
+    return SamplingParams(**settings)
+
+
+def recommended(implied: SamplingParams, said: Mapping[str, Any]) -> SamplingParams:
+    """A directory's settings; a length without steps keeps the number of tokens per step."""
+    if "temperature" in said:
+        said = {"temperature_end": -1.0} | dict(said)
+    sample = dataclasses.replace(implied, **said)
+    if "gen_length" in said and "steps" not in said:
+        tokens = implied.gen_length or implied.steps
+        steps = -(-implied.steps * sample.gen_length // tokens)
+        sample = dataclasses.replace(sample, steps=max(steps, 1))
+    return sample

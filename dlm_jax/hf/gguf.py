@@ -10,7 +10,6 @@ import functools
 import os
 from collections.abc import Collection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -18,9 +17,8 @@ import numpy as np
 
 from dlm_jax.config import RopeScaling
 from dlm_jax.data.tokenizers import bpe_json, qwen_split
-from dlm_jax.hf.families import family_of
+from dlm_jax.hf import llada, qwen
 from dlm_jax.hf.family import FileFields
-from dlm_jax.hf.qwen import scaling_fields
 from dlm_jax.hf.tensors import TensorLocation
 from dlm_jax.model.layers import rotary_multipliers
 from dlm_jax.settings import SettingError
@@ -116,16 +114,18 @@ class GgufFile:
             reader = gguf.GGUFReader(path)
             values = {name: field.contents() for name, field in reader.fields.items()}
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-            self._quants: Any = gguf.quants
-            entries = {name: self._entry(gguf, one) for name, one in self._tensors.items()}
-        except NotImplementedError as error:
-            raise ValueError(f"{path}: {error}") from None
+            self._dequantize: Any = gguf.quants.dequantize
         # The package raises errors of NumPy for a damaged file.
         except Exception as error:
             raise ValueError(
                 f"{path} is not a readable GGUF file ({said(error)}); download it again"
             ) from None
-        self.entries: dict[str, TensorLocation] = entries
+        self.entries: dict[str, TensorLocation] = {}
+        for name, tensor in self._tensors.items():
+            halves = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+            dtype = halves.get(tensor.tensor_type.name, np.dtype(np.float32))
+            shape = tuple(int(size) for size in tensor.shape[::-1])
+            self.entries[name] = TensorLocation(path, dtype, 0, shape)
         fields = FileFields({name: v for name, v in values.items() if v is not None}, str(path))
         fields.must(**{"split.count": (0, 1)})
         name = fields.take("general.architecture", str)
@@ -135,19 +135,6 @@ class GgufFile:
         self._fields_of_config = self._config(fields, name)
         self.tokenizer = _tokenizer_json(fields)
         self.template = fields.take("tokenizer.chat_template", str, "") or None
-
-    def _entry(self, gguf: ModuleType, tensor: Any) -> TensorLocation:
-        kind, shape = tensor.tensor_type, tuple(int(size) for size in tensor.shape[::-1])
-        dtype = np.dtype({"F16": np.float16, "BF16": ml_dtypes.bfloat16}.get(kind.name, np.float32))
-        try:
-            _, size = gguf.GGML_QUANT_SIZES[kind]
-            gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
-        except (KeyError, NotImplementedError):
-            raise NotImplementedError(
-                f"the tensor {tensor.name!r} has the type {kind.name}, which is not read; quantise "
-                "the model to Q8_0"
-            ) from None
-        return TensorLocation(self.path, dtype, 0, shape)
 
     def read_config(self, ignore: Collection[str] = ()) -> dict[str, Any]:
         """The fields of an equivalent config.json, with the ids of special tokens.
@@ -162,10 +149,16 @@ class GgufFile:
     def read(self, name: str) -> np.ndarray:
         """The dequantised tensor, in the dtype of its entry."""
         tensor, location = self._tensors[name], self.entries[name]
-        if location.dtype == np.float32:
-            values = self._quants.dequantize(tensor.data, tensor.tensor_type)
-        else:
+        if location.dtype != np.float32:
             values = np.asarray(tensor.data).view(location.dtype)
+        else:
+            try:
+                values = self._dequantize(tensor.data, tensor.tensor_type)
+            except NotImplementedError:
+                raise ValueError(
+                    f"{self.path}: the tensor {name!r} has the type {tensor.tensor_type.name}, "
+                    "which is not read; quantise the model to Q8_0"
+                ) from None
         values = values.reshape(location.shape)
         heads = self._halves.get(name.rpartition(".")[0].rpartition(".")[2], 0)
         if not heads:
@@ -191,7 +184,8 @@ class GgufFile:
             raise arch.refuse("rope.scaling", scaling, "is not implemented")
         if TENSORS["embedding"] not in self.entries:
             raise ValueError(f"{self.path} lacks the tensor 'token_embd.weight'; download it again")
-        family = family_of({"architectures": [architecture]}, str(self.path))
+        families = (*llada.FAMILIES, *qwen.FAMILIES)
+        (family,) = (one for one in families if architecture in one.architectures)
         settings = {
             "depth": arch.take("block_count", int),
             "heads": heads,
@@ -224,7 +218,7 @@ class GgufFile:
                 f"{self.path}: the tensor 'rope_freqs.weight' is not the scaling of Llama 3.1, "
                 "which is the only one that is read"
             )
-        return scaling_fields(scaling)
+        return qwen.scaling_fields(scaling)
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,14 +7,16 @@ Host memory contains at most one device's shard of one parameter, besides mapped
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
@@ -22,7 +24,7 @@ from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
 
 from dlm_jax.distributed.partitions import map_named, named_leaves
-from dlm_jax.hf.family import TensorPart, read_json, tensor_shapes
+from dlm_jax.hf.family import read_json
 from dlm_jax.settings import brief
 from dlm_jax.types import Params
 
@@ -35,6 +37,75 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """Dtypes of stored weights, by their names in files."""
+
+
+class TensorPart(NamedTuple):
+    """The part of a parameter that one tensor contains.
+
+    Attributes:
+      tensor: name of the tensor.
+      part: index into the tensor: (rows,), or (expert, rows) if the tensor contains all experts.
+      shape: stored shape of this part.
+      place: index into the parameter: (layer,), (layer, expert), or () for the whole parameter.
+      is_transposed: whether the two axes are swapped: linear maps are stored as ``[out, in]`` and
+        loaded as ``[in, out]``.
+    """
+
+    tensor: str
+    part: tuple[int | slice, ...]
+    shape: tuple[int, ...]
+    place: tuple[int, ...]
+    is_transposed: bool
+
+
+def pieces_of(
+    tensors: Mapping[str, str], abstract: Params, *, layers: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[TensorPart]]:
+    """The pieces of every parameter, by the parameter's path (``blocks/mlp/up/kernel``).
+
+    Args:
+      tensors: the tensor of each parameter, as in `Family.tensors`.
+      abstract: the parameters, or their shapes.
+      layers: the layer indices of each stack of blocks.
+    """
+    order = {path: at for at, path in enumerate(tensors)}
+    pieces: dict[str, list[TensorPart]] = {}
+    row_of: dict[tuple[str, int], int] = {}
+    rows = []
+    for path, leaf in named_leaves(abstract):
+        name = path.removeprefix("dense_").removeprefix("full_")
+        if name not in tensors:
+            raise ValueError(
+                f"this family has no tensor for {path}; disable the feature that needs it"
+            )
+        pieces[path] = []
+        rows.append((order[name], path, leaf, tensors[name]))
+    for _, path, leaf, name in sorted(rows, key=lambda row: row[0]):
+        is_of_experts = path.rpartition("/")[2].startswith("expert_")
+        is_transposed = path.endswith("/kernel") or is_of_experts
+        holds_all_experts = is_of_experts and "{e}" not in name
+        depth = ("{i}" in name) + is_of_experts
+        shape = leaf.shape[depth:][::-1] if is_transposed else leaf.shape[depth:]
+        numbers = layers.get(path.partition("/")[0], ())
+        for place in np.ndindex(*leaf.shape[:depth]):
+            layer, expert = (*place, 0, 0)[:2]
+            tensor = name.format(i=numbers[layer] if numbers else layer, e=expert)
+            first = row_of.get((tensor, expert), 0)
+            row_of[tensor, expert] = end = first + shape[0]
+            part = (expert,) * holds_all_experts + (slice(first, end),)
+            pieces[path].append(TensorPart(tensor, part, shape, place, is_transposed))
+    return pieces
+
+
+def tensor_shapes(pieces: Mapping[str, list[TensorPart]]) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor, derived from its pieces."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in (piece for parts in pieces.values() for piece in parts):
+        ends = [at.stop if isinstance(at, slice) else at + 1 for at in piece.part]
+        known = shapes.get(piece.tensor, (0,) * len(ends))
+        ends = [max(pair) for pair in zip(ends, known, strict=False)]
+        shapes[piece.tensor] = (*ends, *piece.shape[1:])
+    return shapes
 
 
 class TensorLocation(NamedTuple):
@@ -119,6 +190,22 @@ def _header(file: Path) -> dict[str, TensorLocation]:
             f"{file} is truncated or not a safetensors file ({reason}); download it again"
         ) from None
     return entries
+
+
+class WithMaskRow:
+    """Stored tensors, whose `tables` have one more row for MASK, the mean of the others."""
+
+    def __init__(self, tensors: Tensors, tables: Sequence[str]):
+        self.entries, self._tensors, self._tables = tensors.entries, tensors, tables
+        # Every device reads its part of a table.
+        self._extended = functools.lru_cache(maxsize=1)(self._extend)
+
+    def read(self, name: str) -> np.ndarray:
+        return self._extended(name) if name in self._tables else self._tensors.read(name)
+
+    def _extend(self, name: str) -> np.ndarray:
+        table = np.asarray(self._tensors.read(name), np.float32)
+        return np.concatenate([table, np.asarray(jnp.mean(table, axis=0, keepdims=True))])
 
 
 # Memory alignment that XLA requires to use a NumPy array on the CPU without a copy.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dlm_jax import Model, Request, Row
-from dlm_jax.data import Tokenizer, bytes_of
+from dlm_jax.data import Tokenizer
 from dlm_jax.inference.results import NewText, TextReader
 from dlm_jax.serving.tools import Calls
 
@@ -213,7 +213,7 @@ class _TextEnd:
         """Returns the text that a token would add, and its bytes. A part of a character has the
         text U+FFFD and its own part of the character's bytes.
         """
-        data = bytes_of(self._tokenizer, id_)
+        data = self._tokenizer.bytes_of(id_)
         if data is not None:
             return data.decode("utf-8", errors="replace"), data
         whole = self._tokenizer.decode([*self._before, *self._new, id_])

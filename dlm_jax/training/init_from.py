@@ -254,14 +254,12 @@ def _load_published(
         place=lambda path, shape: fresh[path].sharding if path in fresh else None,
         ignore=train.ignore_config,
         adds_mask=_adds_mask(config.model),
-        mask_like=train.mask_like,
     ).params
     theirs = read_model(Path(source), train.ignore_config)[1]
     if _adds_mask(config.model) and tokenizer.mask_id >= theirs.vocab_size:
-        begins = f"that of {train.mask_like}" if train.mask_like else "the mean of the others"
         report(
             f"train.init_from={source} has no MASK; MASK is added as id {tokenizer.mask_id}, whose "
-            f"embedding is {begins}"
+            "embedding is the mean of the others"
         )
     return params
 

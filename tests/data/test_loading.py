@@ -5,13 +5,16 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import json
+import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from dlm_jax.data import corpus as loading
-from dlm_jax.data.corpus import load_corpus
-from dlm_jax.data.pipeline import is_intact, open_tokens, validation_windows
+from dlm_jax.data.corpus import load_arrays, load_corpus, store_arrays
+from dlm_jax.data.pipeline import validation_windows
+from dlm_jax.data.shards import id_dtype
 from dlm_jax.data.tokenizers import TOKENIZERS, CharacterTokenizer, HubTokenizer
 
 TEXT = "".join(f"line {i:04d} of the text\n" for i in range(400))
@@ -26,78 +29,123 @@ def source(tmp_path):
 
 @pytest.fixture
 def writes(monkeypatch):
-    """Names of the token files that were written."""
-    names: list[str] = []
-    write = loading.write_tokens
+    """The cached files that were written."""
+    paths = []
 
-    def recording(path, ids, *, vocab_size):
-        names.append(path.name)
-        write(path, ids, vocab_size=vocab_size)
+    def recording(path, arrays):
+        paths.append(path)
+        store_arrays(path, arrays)
 
-    monkeypatch.setattr(loading, "write_tokens", recording)
-    return names
+    monkeypatch.setattr(loading, "store_arrays", recording)
+    return paths
 
 
 @pytest.mark.parametrize("kind", [*TOKENIZERS, "bpe:300"])
-def test_the_token_files_decode_to_the_text(source, tmp_path, kind):
+def test_the_ids_decode_to_the_text(source, tmp_path, kind):
     corpus = load_corpus(source, tokenizer=kind, cache_dir=tmp_path / "cache")
-    train = corpus.tokenizer.decode(open_tokens(corpus.train_rows))
-    held_out = corpus.tokenizer.decode(open_tokens(corpus.val_rows))
+    train = corpus.tokenizer.decode(corpus.train_rows)
+    held_out = corpus.tokenizer.decode(corpus.val_rows)
     assert train + held_out == TEXT
-    assert (corpus.num_train_characters, corpus.num_val_characters) == (len(train), len(held_out))
-    assert corpus.num_train_tokens == len(open_tokens(corpus.train_rows))
-    assert corpus.num_val_tokens == len(open_tokens(corpus.val_rows))
+    assert corpus.num_val_characters == len(held_out)
+    assert corpus.num_train_tokens == len(corpus.train_rows)
+    assert corpus.num_val_tokens == len(corpus.val_rows)
     assert corpus.sha256 == hashlib.sha256(TEXT.encode()).hexdigest()
 
 
-def test_equal_inputs_share_files_and_any_change_makes_new_ones(source, tmp_path, writes):
-    def paths(**options):
-        before = len(writes)
-        corpus = load_corpus(source, cache_dir=tmp_path / "cache", **options)
-        return corpus.train_rows, len(writes) - before
+def test_equal_inputs_share_a_file_and_any_change_makes_a_new_one(source, tmp_path, writes):
+    def written(**options):
+        writes.clear()
+        load_corpus(source, cache_dir=tmp_path / "cache", **options)
+        return list(writes)
 
-    first, written = paths()
-    assert written == 2
-    assert paths() == (first, 0)
-    assert paths(seq_len=64) == (first, 0)
-    changes = [
-        lambda: paths(tokenizer="character"),
-        lambda: paths(held_out=0.1),
-        lambda: source.write_text(TEXT.replace("0007", "0008")) and paths(),
-    ]
-    seen = {first}
-    for change in changes:
-        path, written = change()
-        assert written == 2
+    seen = written()
+    assert len(seen) == 1
+    assert written() == written(seq_len=64) == []
+    for change in (
+        lambda: written(tokenizer="character"),
+        lambda: written(held_out=0.1),
+        lambda: source.write_text(TEXT.replace("0007", "0008")) and written(),
+    ):
+        (path,) = change()
         assert path not in seen
-        seen.add(path)
+        seen.append(path)
     source.write_text(TEXT)
-    assert paths() == (first, 0)
+    assert written() == []
 
 
-@pytest.mark.parametrize("part", ["train_rows", "val_rows"])
 @pytest.mark.parametrize("damage", ["cut", "flip"])
-def test_a_damaged_file_is_made_again_and_the_whole_one_is_not(
-    source, tmp_path, writes, part, damage
-):
+def test_a_damaged_file_is_made_again(source, tmp_path, writes, damage):
     corpus = load_corpus(source, cache_dir=tmp_path / "cache")
-    path = getattr(corpus, part)
+    (path,) = writes
     whole = path.read_bytes()
-    writes.clear()
     half = len(whole) // 2
     path.write_bytes(whole[:half] + (b"" if damage == "cut" else b"\xff" + whole[half + 1 :]))
-    assert load_corpus(source, cache_dir=tmp_path / "cache") == corpus
-    assert writes == [path.name]
-    assert path.read_bytes() == whole
+    again = load_corpus(source, cache_dir=tmp_path / "cache")
+    np.testing.assert_array_equal(again.train_rows, corpus.train_rows)
+    np.testing.assert_array_equal(again.val_rows, corpus.val_rows)
+    assert writes == [path, path]
 
 
 def test_many_processes_may_load_at_once(source, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(load_corpus, source, cache_dir=tmp_path / "c") for _ in range(8)]
-        corpora = {job.result().train_rows: job.result() for job in jobs}
-    (corpus,) = corpora.values()
-    assert is_intact(corpus.train_rows)
-    assert sorted(path.suffix for path in (tmp_path / "c").iterdir()) == [".npy", ".npy"]
+        assert len({job.result().train_rows.tobytes() for job in jobs}) == 1
+    (path,) = (tmp_path / "c").iterdir()
+    assert load_arrays(path, ["train", "val"]) is not None
+
+
+ARRAYS = {"train": np.arange(300, dtype=np.uint16), "val": np.arange(7, dtype=np.int64)}
+
+
+def _same(found):
+    pairs = [(found[name], ARRAYS[name]) for name in found]
+    return found.keys() == ARRAYS.keys() and all(
+        a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs
+    )
+
+
+def test_no_flipped_bit_is_read_as_another_id(tmp_path):
+    path = tmp_path / "t.npz"
+    store_arrays(path, ARRAYS)
+    whole = path.read_bytes()
+    assert _same(load_arrays(path, ARRAYS))
+    found = 0
+    for bit in range(0, 8 * len(whole), 3):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        arrays = load_arrays(path, ARRAYS)
+        found += arrays is None
+        assert arrays is None or _same(arrays), bit
+    assert found > 8 * len(whole) // 4
+    path.unlink()
+    assert load_arrays(path, ARRAYS) is None
+
+
+def test_an_interrupted_write_leaves_nothing_and_keeps_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "t.npz"
+    store_arrays(path, ARRAYS)
+    before = path.read_bytes()
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    for name in ("numpy.savez", "os.replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                store_arrays(path, {})
+        assert os.listdir(tmp_path) == ["t.npz"]
+        assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(256, "uint8"), (257, "uint16"), (65537, "int32"), ((1 << 31) + 1, "int64")],
+)
+def test_ids_have_the_smallest_type_that_holds_them(vocab_size, dtype):
+    assert id_dtype(vocab_size) == np.dtype(dtype)
+    assert np.array(vocab_size - 1).astype(id_dtype(vocab_size)) == vocab_size - 1
 
 
 PAIRS = [{"prompt": f"ask {i} ", "response": "yes " * (1 + i % 4)} for i in range(40)]
@@ -132,7 +180,6 @@ def test_documents_come_back_with_their_prompts_given_and_whole_ones_held_out(
     assert len(batch["length"]) == 2
     assert corpus.num_val_tokens == (batch["length"] - batch["given"]).sum()
     assert corpus.num_val_characters == sum(len(pair["response"]) for pair in PAIRS[-2:])
-    assert corpus.num_train_characters == sum(len(pair["response"]) for pair in PAIRS[:-2])
 
 
 def test_bad_input_is_refused_in_one_line_and_leaves_no_file(pairs, source, tmp_path):

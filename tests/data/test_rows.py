@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlm_jax.data import load_corpus
-from dlm_jax.data.pipeline import DocumentRows, cut_into_rows, pack_rows, write_tokens
+from dlm_jax.data.pipeline import DocumentRows, cut_into_rows, pack_rows
 
 SEQ_LEN, EOS, PAD = 8, 90, 91
 IDS = st.lists(st.integers(0, 80), min_size=1, max_size=30).map(np.array)
@@ -24,23 +24,16 @@ DOCUMENTS = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("rows")
-
-
-def _store(folder, documents, tail, pack=1) -> DocumentRows:
+def _rows(documents, tail, pack=1) -> DocumentRows:
     ids, bounds = cut_into_rows(documents, seq_len=SEQ_LEN)
-    write_tokens(folder / "t.npy", ids, vocab_size=100)
-    write_tokens(folder / "b.npy", bounds, vocab_size=int(bounds[-1]) + 1)
-    return DocumentRows(folder / "t.npy", folder / "b.npy", SEQ_LEN, EOS, PAD, tail, pack)
+    return DocumentRows(ids.astype(np.uint8), bounds, SEQ_LEN, EOS, PAD, tail, pack)
 
 
 @pytest.mark.parametrize("tail", ["eos", "pad"])
 @given(documents=DOCUMENTS)
 @settings(deadline=None, max_examples=40)
-def test_rows_are_the_documents_one_after_the_other(folder, tail, documents):
-    rows = _store(folder, documents, tail)
+def test_rows_are_the_documents_one_after_the_other(tail, documents):
+    rows = _rows(documents, tail)
     batch = rows.rows(range(len(rows)))
     expected = []
     for _, prompt, text in documents:
@@ -63,8 +56,8 @@ def test_rows_are_the_documents_one_after_the_other(folder, tail, documents):
 
 @given(documents=DOCUMENTS, pack=st.integers(2, 4))
 @settings(deadline=None, max_examples=40)
-def test_packed_rows_have_each_document_whole_and_once(folder, documents, pack):
-    rows, packed = (_store(folder, documents, "pad", most) for most in (1, pack))
+def test_packed_rows_have_each_document_whole_and_once(documents, pack):
+    rows, packed = (_rows(documents, "pad", most) for most in (1, pack))
     alone = rows.rows(range(len(rows)))
     batch = packed.read([(row, 0) for row in range(len(packed))])
     assert batch["tokens"].shape == (len(packed), SEQ_LEN)
@@ -100,9 +93,9 @@ def test_best_fit_takes_the_open_row_with_the_least_space():
     ]
 
 
-def test_a_row_read_alone_is_the_row_read_among_others(folder):
+def test_a_row_read_alone_is_the_row_read_among_others():
     documents = [("d", None, np.arange(n)) for n in (3, 20, 1, 8)]
-    rows = _store(folder, documents, "pad")
+    rows = _rows(documents, "pad")
     whole = rows.rows(range(len(rows)))
     for numbers in ([4], [5, 0, 2], [1, 1]):
         for name, array in rows.rows(numbers).items():

@@ -15,7 +15,7 @@ from corpus_cases import TEXTS, assert_equal, make_shards, take, write_jsonl, wr
 
 from dlm_jax.data import shard, shards
 from dlm_jax.data.corpus import load_corpus
-from dlm_jax.data.pipeline import train_batches, validation_windows, write_tokens
+from dlm_jax.data.pipeline import train_batches, validation_windows
 from dlm_jax.data.shards import DamagedShard, read_index
 from dlm_jax.data.tokenizers import ByteTokenizer
 
@@ -61,20 +61,18 @@ def test_workers_do_not_change_a_byte(tmp_path, monkeypatch):
     assert all((one / name).read_bytes() == (two / name).read_bytes() for name in names)
 
 
-def test_rows_of_shards_are_those_of_one_token_file_with_the_same_ids(tmp_path):
+def test_rows_of_shards_are_those_of_one_text_with_the_same_ids(tmp_path):
     corpus = load_corpus(make_shards(tmp_path), seq_len=16, cache_dir=tmp_path / "c")
     ids = ids_of(corpus.train_rows)
-    write_tokens(tmp_path / "t.npy", ids, vocab_size=260)
     assert_equal(
         take(train_batches(corpus.train_rows, **SIZES, seed=3), 30),
-        take(train_batches(tmp_path / "t.npy", **SIZES, seed=3), 30),
+        take(train_batches(ids, **SIZES, seed=3), 30),
     )
-    write_tokens(tmp_path / "v.npy", ids_of(corpus.val_rows), vocab_size=260)
     for limit in (None, 3):
         how = {"seq_len": 16, "pad_id": 257, "max_windows": limit, "multiple_of": 4}
         assert_equal(
             [validation_windows(corpus.val_rows, **how)],
-            [validation_windows(tmp_path / "v.npy", **how)],
+            [validation_windows(ids_of(corpus.val_rows), **how)],
         )
 
 

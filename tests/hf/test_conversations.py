@@ -24,23 +24,6 @@ TALK = [
     {"role": "user", "content": " user"},
     {"role": "assistant", "content": "assistant\n"},
 ]
-MARKED = {
-    "chatml": (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n"
-        "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-        "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-        "{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-    "llama3": (
-        "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + "
-        "'<|end_header_id|>\n\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
-        "{{ m['content'] | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}"
-        "{{ m['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}"
-        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-    ),
-}
 ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>"}
 
 
@@ -75,68 +58,43 @@ def test_a_turn_is_what_transformers_writes_for_it_after_what_a_chat_sends(name)
         assert [*given, *turn] == whole[:end]
 
 
-@pytest.mark.parametrize("name", MARKED)
-def test_marked_tokens_are_those_of_the_mask_of_transformers(name):
-    theirs, source = _theirs(BPE), MARKED[name]
-    found = theirs.apply_chat_template(
-        TALK, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
+def test_marks_of_answers_change_nothing():
+    plain = cases.CHATS["chatml"]
+    content = "m['content']"
+    marked = plain.replace(
+        f"+ {content} +", f"}}}}{{% generation %}}{{{{ {content} }}}}{{% endgeneration %}}{{{{"
     )
-    mask = np.array(found["assistant_masks"])
-    ends = np.flatnonzero(np.diff([0, *mask, 0])).reshape(-1, 2)
-    chat = ChatTemplate(source, BPE)
-    ours = list(chat.turns(TALK))
-    for (start, end), (given, turn), place in zip(ends, ours, _places(TALK), strict=True):
-        assert given.tolist() == found["input_ids"][:start] == chat.ids(TALK[:place]).tolist()
-        assert turn.tolist() == found["input_ids"][start:end]
-
-
-def test_a_mark_around_the_header_of_an_answer_leaves_it_to_the_chat():
-    header = "<|im_start|>assistant\n"
-    inside = MARKED["chatml"].replace(f"{header}{{% generation %}}", f"{{% generation %}}{header}")
-    assert inside != MARKED["chatml"]
+    assert marked != plain
     for one, two in zip(
-        ChatTemplate(inside, BPE).turns(TALK), ChatTemplate(MARKED["chatml"], BPE).turns(TALK),
-        strict=True,
-    ):  # fmt: skip
+        ChatTemplate(marked, BPE).turns(TALK), ChatTemplate(plain, BPE).turns(TALK), strict=True
+    ):
         np.testing.assert_array_equal(one[0], two[0])
         np.testing.assert_array_equal(one[1], two[1])
 
 
-def test_a_turn_without_a_mark_is_not_trained():
-    source = MARKED["chatml"].replace("== 'assistant' %}", "== 'assistant' and loop.last %}")
-    turns = list(ChatTemplate(source, BPE).turns([*TALK[:3], *TALK[1:3]]))
-    assert len(turns) == 2  # each conversation ends with the turn that its row trains
-    source = MARKED["chatml"].replace("== 'assistant'", "== 'assistant' and loop.index0 != 2")
-    (turn,) = ChatTemplate(source, BPE).turns(TALK)
-    np.testing.assert_array_equal(turn[0], ChatTemplate(source, BPE).ids(TALK[:4]))
-
-
-LAST = "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
-REFUSED = {
+REFUSED = (
     "<|im_start|>{% for m in messages %}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<think>{% endif %}": "writes other tokens before this answer",
-    "{% for m in messages %}{{ m.content }}{% endfor %}": "writes other tokens before this answer",
-    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}.{% generation %}!"
-    "{% endgeneration %}{% endfor %}": "marks this answer in several parts",
-    f"{{% for m in messages %}}{LAST}{{{{ m.content }}}}{{% endif %}}{{% endfor %}}":
-        ".* marks it from within a token",
-}  # fmt: skip
+    "{% if add_generation_prompt %}<think>{% endif %}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+)
 
 
 @pytest.mark.parametrize("source", REFUSED)
 def test_a_template_whose_turns_are_not_those_of_a_chat_is_refused(source):
     assert BPE.encode("user").size < BPE.encode("us").size + BPE.encode("er").size
     turns = [{"role": "user", "content": "us"}, {"role": "assistant", "content": "er"}]
-    with pytest.raises(ValueError, match=f"^message 2: the chat template {REFUSED[source]}.*; "):
+    with pytest.raises(
+        ValueError, match="^message 2: the chat template writes other tokens before this answer.*; "
+    ):
         list(ChatTemplate(source, BPE).turns(turns))
 
 
-FORMS = [
-    ({"prompt": "hi there", "completion": "yes."}, "hi there", "yes."),
-    ({"instruction": "sort", "output": "a b"}, "sort", "a b"),
-    ({"instruction": "sort", "input": "b a", "output": "a b"}, "sort\n\nb a", "a b"),
-    ({"instruction": "sort", "input": "", "output": "a b"}, "sort", "a b"),
-]
+ASKED = [("hi there", "yes."), ("sort", "a b"), ("sort\n\nb a", "a b"), ("sort", "a b")]
+
+
+def _talk(asked, answer):
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return {"messages": turns}
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +110,7 @@ def directory(tmp_path_factory):
         file.unlink()
     cases.write_weights(made, cases.tensors("dream", config), 1)
     cases.edit(made / "tokenizer_config.json", chat_template=cases.CHATS["chatml"])
-    lines = [form for form, *_ in FORMS] + [{"messages": TALK}] * 2
+    lines = [_talk(*one) for one in ASKED] + [{"messages": TALK}] * 2
     (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return folder
 
@@ -170,10 +128,10 @@ def test_the_given_part_of_a_row_is_what_sample_and_generate_send(directory, tmp
         held_out=0.2, tail=tail, chat=model.chat, cache_dir=tmp_path,
     )  # fmt: skip
     rows = _rows(corpus)
-    assert len(rows["given"]) == len(FORMS) + 2
+    assert len(rows["given"]) == len(ASKED) + 2
     end = model.tokenizer.id_of("<|im_end|>")
-    for (_, asked, answer), tokens, given, length in zip(
-        FORMS, rows["tokens"], rows["given"], rows["length"], strict=False
+    for (asked, answer), tokens, given, length in zip(
+        ASKED, rows["tokens"], rows["given"], rows["length"], strict=False
     ):
         args = argparse.Namespace(chat=True, prompt=asked)
         (request,) = make_requests(model, sample._prompt_of(model, args), {"gen_length": 4})
@@ -216,7 +174,7 @@ def test_conversations_need_a_template_and_rows_of_documents(tmp_path):
         load_corpus(str(path), chat=chat, **options)
     for source, reason in (
         ("{{ raise_exception('no system turn') }}", "chat_template rejects .*no system turn"),
-        (next(iter(REFUSED)), "message 3: the chat template writes other tokens"),
+        (REFUSED[0], "message 3: the chat template writes other tokens"),
     ):
         with pytest.raises(ValueError, match=f"f.jsonl line 1: {reason}"):
             load_corpus(str(path), layout="documents", chat=ChatTemplate(source, BPE), **options)

@@ -17,7 +17,7 @@ from oracles.published import Oracle
 
 import dlm_jax
 from dlm_jax.config import SamplingParams
-from dlm_jax.hf.families import read_settings, recommended, settings_fields
+from dlm_jax.hf.family import read_settings, recommended, settings_fields
 from dlm_jax.hf.tensors import Shards
 from dlm_jax.inference.request import settings_of_call
 
