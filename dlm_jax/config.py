@@ -147,6 +147,8 @@ class OptimConfig(Section, name="optim"):
     )
     warmup_steps: Natural = setting(50, "number of steps of linear warm-up from 0")
     weight_decay: NonNegative = setting(0.0, "decoupled weight decay of matrices")
+    b1: ShareBelowOne = setting(0.9, "decay rate of Adam's mean of gradients")
+    b2: ShareBelowOne = setting(0.95, "decay rate of Adam's mean of squared gradients")
     clip: AboveZero = setting(1.0, "global gradient norm above which gradients are scaled down")
     ema_decay: ShareBelowOne = setting(
         0.0, "decay of a moving average of the parameters, used for sampling; 0: none"

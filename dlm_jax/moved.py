@@ -35,7 +35,7 @@ _ADVICE = {
     "it was removed": "calibration mask_like prefix_mib report_every report_json sampler_width",
     "it was removed; every norm is RMSNorm": "model.norm",
     "it was removed; its default is used": """
-        max_ratio muon_momentum optim.b1 optim.b2 sticky_alone sticky_beside
+        max_ratio muon_momentum sticky_alone sticky_beside
     """,
     "it was removed; a text has the same distribution without it": "draw",
     "it was removed; bfloat16 is faster": "quantize",
@@ -71,7 +71,6 @@ _ADVICE = {
     "it was removed; pass read_back=True in Python": "read_back",
     "a line of a file is one row; repeat the line": "n",
     "it was removed; use a loop of the shell": "sweep",
-    "it was removed; use train.trackers, or plot metrics.jsonl": "plot",
     "it was removed; --text reads prompts and responses": "pairs",
     "it was removed; python -m benchmarks generate measures steps": "time_steps",
     "the harness does not read it; pass a loaded model in Python": "ignore_config",

@@ -3,7 +3,8 @@
 Every field of the config is a flag (``--train.steps 100``). The files of a run are in
 ``train.out_dir``: checkpoints, the best model, ``config.toml`` and ``metrics.jsonl``. The same
 command resumes the run, and so does ``--resume runs/quickstart``. Samples are printed to standard
-output, and all other output to standard error.
+output, and all other output to standard error. ``loss.png`` is drawn at the end, and by
+``--plot RUN`` at any time.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dlm_jax.inference.generate import generate
 from dlm_jax.inference.model import Model, untrained_heads
 from dlm_jax.training import Outcome, Run, describe, prepare, run_loop, say
 from dlm_jax.training.init_from import config_of_run
+from dlm_jax.training.metrics import METRICS, PICTURE, plot_losses, read_records
 from dlm_jax.training.plan import dry_run
 from dlm_jax.training.train_step import TrainState
 
@@ -48,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--print-config", action="store_true", help="print the config as TOML and exit")
     add("--profile", metavar="FIRST:LAST", help="write a profile of these steps, such as 10:13")
     add("--version", action="version", version=f"dlm_jax {__version__}")
+    plot_help = f"draw {PICTURE} of the run in this directory, which may still train, and exit"
+    add("--plot", metavar="RUN", help=plot_help)
     dry_help = (
         "compile the training step and print its mesh, sharding, memory and FLOPs; nothing is run "
         "or written"
@@ -66,6 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     with refusals():
+        if args.plot is not None:
+            out_dir = Path(args.plot)
+            if not (records := read_records(out_dir / METRICS)):
+                raise ValueError(f"--plot {out_dir} has no {METRICS}; pass the directory of a run")
+            plot_losses(records, out_dir / PICTURE)
+            say(f"wrote {out_dir / PICTURE}")
+            return End.DONE
         config = _config(args, overrides)
         if args.print_config or args.dry_run or args.topology:
             if args.print_config:
@@ -156,6 +167,12 @@ def finish(outcome: Outcome) -> int:
     elsewhere = "" if str(place) == str(run.out_dir) else f", checkpoints in {place}"
     say(f"finished: the run is in {run.out_dir}{elsewhere}")
     say(f"sample more with: python sample.py --checkpoint {place}")
+    if jax.process_index() == 0:
+        try:
+            if records := read_records(run.out_dir / METRICS):
+                plot_losses(records, run.out_dir / PICTURE)
+        except (ValueError, OSError) as error:  # The run has ended well without its plot.
+            say(f"no {PICTURE}: {error}")
     if texts := _texts(run, outcome.state, num_samples=NUM_SAMPLES):
         emit("\n---\n".join(texts))
     return End.DONE

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.config import Config, ModelConfig
+from dlm_jax.config import Config, HeadsConfig, ModelConfig
 from dlm_jax.objectives.forward_process import noise_process
 from dlm_jax.objectives.losses import Loss, cross_entropy
 from dlm_jax.objectives.objective import Drawn, Head
@@ -87,9 +88,16 @@ def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> H
     nats and unweighted.
 
     Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees, and
-    fills no better than the LM head (benchmarks/results/sampler_head.md, "as described").
+    fills no better than the LM head (benchmarks/results/sampler_head.md, "as described"), and
+    making it warns.
     """
     settings, process = config.heads, noise_process(config.objective)
+    if settings.sampler_reveal == 0:
+        warnings.warn(
+            "heads.sampler_reveal=0 trains a sampler head that fills no better than the LM "
+            f"head; use {HeadsConfig.sampler_reveal}",
+            stacklevel=3,
+        )
 
     def draw(drawn: Drawn, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The revealed positions, and the number of supervised positions."""

@@ -1,4 +1,4 @@
-"""Metrics of a run: a JSON lines file, and trackers."""
+"""Metrics of a run: a JSON lines file, trackers, and a plot of the losses."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dlm_jax.distributed.mesh import CHIPS
-from dlm_jax.store.files import said, write_whole
+from dlm_jax.store.files import replacing, said, write_whole
 
 METRICS = "metrics.jsonl"
+PICTURE = "loss.png"
 
 Tracker = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
 
@@ -50,15 +51,18 @@ class MetricsLog:
         path: str | os.PathLike[str],
         *,
         step: int,
-        trackers: Mapping[str, Tracker] | None = None,
+        trackers: Mapping[str, Callable[[], Tracker]] | None = None,
         report: Callable[[str], None] = print,
     ):
         self._path, self._report = Path(path), report
-        self._trackers = dict(trackers or {})
+        self._trackers: dict[str, Tracker] = {}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         valid = [record for record in read_records(self._path) if record["step"] <= step]
         write_whole(self._path, "".join(f"{json.dumps(record)}\n" for record in valid).encode())
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+        for name, open_tracker in (trackers or {}).items():
+            with self._reporting(name):
+                self._trackers[name] = open_tracker()
 
     def write(self, **record: Any) -> None:
         """Appends a record and flushes it to the operating system. The record must have a ``kind``
@@ -78,18 +82,24 @@ class MetricsLog:
             if name not in ("kind", "step", "time") and isinstance(value, int | float)
         }
         for name, (write, _) in list(self._trackers.items()):
-            try:
+            with self._reporting(name):
                 write(record["step"], figures)
-            except Exception as error:
-                del self._trackers[name]
-                self._report(f"warning: {name} fails ({said(error)}); training continues")
 
     def close(self) -> None:
         # Closing retries a failed write, whose failure has already been reported.
         with contextlib.suppress(OSError):
             self._file.close()
-        for _, close in self._trackers.values():
-            close()
+        for name, (_, close) in list(self._trackers.items()):
+            with self._reporting(name):
+                close()
+
+    @contextlib.contextmanager
+    def _reporting(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # not KeyboardInterrupt, after which a tracker is still closed
+            self._trackers.pop(name, None)
+            self._report(f"warning: {name} fails ({said(error)}); training continues")
 
 
 def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -115,6 +125,33 @@ def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise ValueError(f"{path} line {number} is not a record of metrics; move the file away")
         records.append(record)
     return records
+
+
+def plot_losses(records: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
+    """Plots the training loss and the held-out bound over the steps as a PNG.
+
+    Raises:
+      ValueError: matplotlib (extra ``plots``) is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("matplotlib is not installed; pip install 'dlm_jax[plots]'") from None
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for kind, name, label, style in (
+        ("train", "loss", "training loss", "-"),
+        ("evaluation", "bound", "held-out bound", "o-"),
+    ):
+        points = [(record["step"], record[name]) for record in records if record["kind"] == kind]
+        if points:
+            label = f"{label} (last {points[-1][1]:.3f})"
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="step", ylabel="nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 def _tensorboard(out_dir: Path, config: dict[str, Any], identity: str, step: int) -> Tracker:

@@ -118,7 +118,7 @@ def make_optimizer(
             for name in params
         }
 
-    beta = {"b1": 0.9, "b2": 0.95}
+    beta = {"b1": config.b1, "b2": config.b2}
     if config.name == "adamw":
         decay = {"weight_decay": config.weight_decay, "mask": where(True, False)}
         update = optax.adamw(rates["learning_rate"], **beta, **decay)

@@ -126,6 +126,8 @@ class Plan:
       sharding: numbers of parameters by the mesh axes that split them.
       memory: bytes by use: ``state``, ``batch``, ``temporaries``.
       flops: model FLOPs per device and step.
+      counted_flops: FLOPs that the compiler counts in the program of a device. Each loop body
+        counts once.
       text: the program text from the compiler.
     """
 
@@ -135,6 +137,7 @@ class Plan:
     sharding: Mapping[str, int]
     memory: Mapping[str, int]
     flops: float
+    counted_flops: float
     text: str
 
     @property
@@ -157,7 +160,8 @@ class Plan:
             f"mesh         {axes} on {mesh.size} devices: {mesh.devices.flat[0].device_kind}",
             f"sharding     {split}",
             f"memory       {total} GiB a device: {uses}",
-            f"work         {self.flops / 1e12:.4g} TFLOP per device and step",
+            f"work         {self.flops / 1e12:.4g} TFLOP per device and step; the compiler counts "
+            f"{self.counted_flops / 1e12:.4g}, each loop body once",
             f"compiler     {shown or 'without options'}",
         ]
 
@@ -239,5 +243,6 @@ def plan(config: Config, mesh: Mesh, tokenizer: Tokenizer | None = None) -> Plan
             "temporaries": memory.temp_size_in_bytes,
         },
         flops=model_flops(state.params, config.model, **size) / mesh.size,
+        counted_flops=(compiled.cost_analysis() or {}).get("flops", math.nan),
         text=compiled.as_text() or "",
     )

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dlm_jax import devices
+from dlm_jax.data import text_ids
 from dlm_jax.distributed import compiler
 from dlm_jax.distributed.partitions import axes_of, batch_sharding, shardings
 from dlm_jax.objectives.likelihood import costs
@@ -186,6 +187,43 @@ def add_up(compute: Callable[[Any], Any], whole: Any, num_parts: int) -> Any:
         return jax.tree.map(jnp.add, sums, result), None
 
     return jax.lax.scan(one_part, zeros, rows)[0]
+
+
+def check_adds_up(task: Task, params: Params) -> None:
+    """Raises ValueError if a loss differs between a batch and the same batch in parts.
+
+    Losses are computed once, for rows of text ids. Losses of opposite sign can cancel, so the
+    tolerance is relative to the magnitudes of the parts.
+    """
+    train, mesh, step, stage = task.config.train, task.mesh, jnp.int32(0), task.last_stage
+    shape = train.batch_size, task.config.data.seq_len
+    tokens_BL = np.resize(np.array(text_ids(task.tokenizer), np.int32), shape)
+    length_B = np.full(shape[0], shape[1], np.int32)
+    rows, everywhere = batch_sharding(mesh, train.batch_size), NamedSharding(mesh, P())
+
+    def losses(params: Params) -> list[Any]:
+        def with_sizes(part: Any) -> Any:
+            means = task.losses(params, {}, part, step, stage)[1]
+            return means, jax.tree.map(jnp.abs, means)
+
+        with devices.used(mesh):
+            batch = Batch(*map(jnp.asarray, (tokens_BL, length_B, np.zeros_like(length_B))))
+            batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, rows), batch)
+            drawn = task.draw(batch, key_of(0), step, stage)
+            return [add_up(with_sizes, drawn, n) for n in (1, train.accumulate)]
+
+    options = compiler.options("sample", mesh)
+    run = jax.jit(losses, out_shardings=everywhere, compiler_options=options)
+    (whole, _), (parts, size) = jax.device_get(run(params))
+    for name in whole:
+        atol = 1e-6 + 0.01 * np.nan_to_num(size[name], posinf=0.0)
+        if not np.isclose(parts[name], whole[name], rtol=0.0, atol=atol, equal_nan=True):
+            raise ValueError(
+                f"train.accumulate requires losses that add up over the parts of a batch, but "
+                f"{name!r} is {whole[name]:.4g} for a batch and {parts[name]:.4g} in parts; "
+                "return the plain sum from `loss` and compute its weight in `draw`, or use "
+                "train.accumulate=1"
+            )
 
 
 def make_eval_step(task: Task, params: Params) -> jax.stages.Wrapped:

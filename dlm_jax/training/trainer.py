@@ -71,6 +71,7 @@ from dlm_jax.training.train_step import (
     Metrics,
     TrainState,
     abstract_state,
+    check_adds_up,
     init_state,
     lower_step,
     make_eval_step,
@@ -316,6 +317,9 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Unpack[Pa
                     "from the start"
                 )
 
+        if train.accumulate > 1 and any(map(parts.get, ("network", "objective", "heads"))):
+            check_adds_up(task, state.params)
+
         # 5. Nothing is written before everything has been checked.
         starts_again = is_new and on_first_process(lambda: has_config(given, out_dir))
         lowest = check_identity(best, config, meta["run"], starts_again=starts_again)
@@ -433,7 +437,9 @@ class Trainer:
         self._log: MetricsLog | None = None
         if is_first:
             facts = run.out_dir, run.meta["config"], run.meta["run"], self.step
-            trackers = {name: TRACKERS[name][1](*facts) for name in train.trackers}
+            trackers = {
+                name: functools.partial(TRACKERS[name][1], *facts) for name in train.trackers
+            }
             path = run.out_dir / METRICS
             self._log = MetricsLog(path, step=self.step, trackers=trackers, report=say)
         # Seconds outside of steps, those of steps that waited for rows, and the first step without

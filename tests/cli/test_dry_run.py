@@ -28,7 +28,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert "mesh         data=2 fsdp=4 tensor=1 on 8 devices" in out
     assert "sharding     6,688 over fsdp, 112 on every device" in out
     assert "GiB a device: state" in out
-    assert "TFLOP per device and step" in out
+    assert "TFLOP per device and step; the compiler counts" in out
     assert "compiler     xla_cpu_experimental_ynn_fusion_type=LIBRARY_FUSION_TYPE_REDUCE" in out
     assert not (tmp_path / "run").exists()
 

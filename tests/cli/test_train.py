@@ -54,7 +54,7 @@ def test_the_program_trains_and_prints_only_samples_and_started_again_only_sampl
         texts.append(out)
     assert texts[0] == texts[1]
     names = sorted(path.name for path in out_dir.iterdir())
-    assert names == ["best", "checkpoints", "config.toml", "metrics.jsonl"]
+    assert names == ["best", "checkpoints", "config.toml", "loss.png", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import toy
 from dlm_jax.config import Config, HeadsConfig, ObjectiveConfig
 from dlm_jax.heads import critic
 from dlm_jax.heads.critic import critic_positions, critic_targets
-from dlm_jax.heads.sampler import prepare_sampler_inputs
+from dlm_jax.heads.sampler import SAMPLER, prepare_sampler_inputs
 from dlm_jax.model.transformer import build
 from dlm_jax.objectives.objective import Batch, Drawn, draw_all
 from dlm_jax.training.tasks import make_objectives
@@ -289,3 +289,9 @@ def test_the_critic_is_asked_which_tokens_are_random():
     nats_BL = np.log1p(np.exp(np.where(is_wrong_BL, -logit_BL, logit_BL)))
     assert is_wrong_BL.sum() > 4
     assert float(loss.sum / loss.weight) == pytest.approx(nats_BL[is_live_BL].mean(), rel=1e-4)
+
+
+def test_a_sampler_head_without_revealed_neighbours_warns_in_one_line():
+    with pytest.warns(UserWarning, match=r"^heads.sampler_reveal=0 .*; use 0.7$") as warned:
+        heads = stage_cases.records(HeadsConfig(sampler_reveal=0.0), add_sampler_head=True)
+    assert len(warned) == 1 and list(heads) == [SAMPLER]

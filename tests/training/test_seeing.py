@@ -189,3 +189,13 @@ def test_the_summary_has_the_size_what_is_not_the_default_and_undeclared_matrice
     assert "depth=2 width=16 heads=2" in line
     (line,) = [line for line in said if line.startswith("without Network.axes, matrices by rank: ")]
     assert set(line.split(": ")[1].split(", ")) == toy.matrices(build(run.config.model))
+
+
+def test_the_plot_of_a_run_is_drawn_on_demand(finished, tmp_path, capsys):
+    picture = finished[0] / "loss.png"
+    assert train.main(["--plot", str(picture.parent)]) == 0
+    assert f"wrote {picture}" in capsys.readouterr().err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        train.main(["--plot", str(tmp_path / "nowhere")])
+    assert "has no metrics.jsonl; pass the directory of a run" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 
@@ -19,6 +20,7 @@ from dlm_jax.training.tasks import Task
 from dlm_jax.training.train_step import (
     TrainState,
     abstract_state,
+    check_adds_up,
     init_state,
     make_eval_step,
     make_train_step,
@@ -229,3 +231,20 @@ def test_eight_devices_evaluate_like_one_and_every_device_knows_every_row():
     np.testing.assert_allclose(*results, rtol=2e-5)
     assert (results[0][length_B > 0] > 0).all()
     assert (results[0][length_B == 0] == 0).all()
+
+
+@pytest.mark.parametrize(("scale", "is_refused"), [(1.0, False), (1.5, True)])
+def test_losses_of_both_signs_add_up_within_the_rounding_of_their_parts(scale, is_refused):
+    """Two parts of 400 and -399.6 that are each rounded by 0.1% or so."""
+
+    def draw(batch, key):
+        return jnp.tile(jnp.array([100.0, -99.9]), 4)
+
+    def loss(network, params, drawn):
+        total = drawn.sum()
+        rounded = total + 1e-3 * jnp.abs(total)
+        return jnp.where(total > 1, scale, 1.0) * rounded, jnp.ones(())
+
+    task = _task(train={"accumulate": 2}, objectives={"x": Objective(draw, loss)})
+    with pytest.raises(ValueError, match="'x' is") if is_refused else contextlib.nullcontext():
+        check_adds_up(task, toy.params())
