@@ -54,6 +54,9 @@ _ADVICE = {
     "it was removed; use more steps": "corrector_share corrector_steps",
     "it was removed; whole texts are compared": "edit_hidden",
     "it was removed; use edit_gain": "edit_replace_gain edit_token_gain",
+    "it was removed; use insert_ratio_start": "insert_margin",
+    "it was removed; use sampler_even_odd": "sampler_spread_seeds",
+    "it was removed; insertions beyond max_length drop the tail": "overflow",
     "it was removed with the sequence scorer; every model is a language model": "mode",
     "it was removed; use a larger block_length": "open_blocks open_share",
     "it was removed; use sampler_min_neighbors_ratio": "sampler_ratio_by_density",
@@ -70,6 +73,8 @@ NAMES = {
     "Generation": "it is Texts",
     "inside": "it is model.network.inside",
     "SampleConfig": "it is SamplingParams",
+    "parallel_fill": "it is fill_canvas(Parallel(), ...)",
+    "wavefront_fill": "it is fill_canvas(Wavefront(), ...)",
     "Ticket": "it is the number that Engine.submit returns",
 }
 """Names that `dlm_jax` had, by what they are now."""

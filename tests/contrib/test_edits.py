@@ -54,9 +54,8 @@ def test_a_row_that_goes_by_leads_inserts_at_the_greatest_ones():
     ones_B = np.ones(ROWS, np.float32)
     none_B = np.zeros(ROWS, np.int32)
     params = batch.params._replace(
-        insert_ratio_B=0.3 * ones_B, insert_margin_B=0.2 * ones_B, cooldown_B=none_B,
-        target_mode_B=none_B, trims_B=ones_B > 0,
-    )  # fmt: skip
+        insert_ratio_B=0.3 * ones_B, cooldown_B=none_B, target_mode_B=none_B
+    )
     edits = jax.jit(_select, static_argnums=0)(Lead, batch.cells, snapshot, params)
     # There is no gap in front of the first.
     lead = np.array(leads(_context(batch.cells, snapshot, batch.params)))
@@ -66,6 +65,6 @@ def test_a_row_that_goes_by_leads_inserts_at_the_greatest_ones():
         cells = _row_of(batch.cells, row)
         budget = math.floor(0.3 * sum(not cell.frozen for cell in cells) + 1e-3)
         ranked = sorted(range(LENGTH), key=lambda place: (-lead[row, place], place))
-        expected = [place for place in ranked if lead[row, place] > 0.2][:budget]
+        expected = [place for place in ranked if lead[row, place] > 0][:budget]
         assert np.flatnonzero(chosen[row]).tolist() == sorted(expected)
     assert chosen.sum() > ROWS // 2
