@@ -180,7 +180,6 @@ class Drafted(CommitRule):
     """
 
     name = "drafted"
-    in_order = True
     about = "a draft of several tokens, verified by the causal model in one pass"
 
     length_B: jax.Array = per_row(

@@ -136,8 +136,7 @@ class TextReader:
     def pieces(self, row: Row) -> list[NewText]:
         """Returns the new text since the last call, one piece for each finished block.
 
-        Without blocks, the text is streamed as it is written if the row is decoded left to right.
-        Otherwise it is returned when the row ends.
+        Without blocks, settled text is returned as it is written.
         """
         settled = self._num_settled(row)
         tokens, is_ended = self._upto_end(row, settled)
@@ -146,8 +145,7 @@ class TextReader:
         is_over = row.status != Status.RUNNING or is_ended or cut is not None
         end = tokens.size if is_over else settled
         ends = list(range(self._first_end, end + 1, self._length)) if self._length else []
-        rule = self._sample.table.commit[self._sample.order]
-        if is_over or (not self._length and rule.in_order):
+        if is_over or not self._length:
             ends.append(end)
         ends = sorted({end for end in ends if end > self._place})
         if is_over and not ends:

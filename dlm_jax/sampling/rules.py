@@ -270,7 +270,7 @@ class RuleTable:
     def steps_itself(self, row: Any) -> bool:
         """Whether a row takes another step than that of MASK, which a host cannot join."""
         order = self.commit[row.order]
-        return issubclass(order, NoiseRule) or order.step is not None
+        return issubclass(order, NoiseRule) or hasattr(order, "step")
 
     def check_trace(self, row: Any) -> None:
         """Raises ValueError for settings of a row without a trace. A replay computes exact values,

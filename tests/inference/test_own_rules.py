@@ -72,8 +72,6 @@ class Flat(dlm_jax.FillRule):
 class Threes(dlm_jax.CommitRule):
     """Writes id 3 in one hole after another, by a step of its own."""
 
-    in_order = True
-
     def select(self, state, context, proposal):
         """Not called."""
         raise NotImplementedError
