@@ -23,9 +23,8 @@ from dlm_jax.sampling.positions import (
     gather_state,
     put,
 )
-from dlm_jax.sampling.transforms.bias import LogitBias
-from dlm_jax.sampling.transforms.chain import Chain, chain
-from dlm_jax.sampling.transforms.default_chain import chain_of
+from dlm_jax.sampling.transforms.chain import Chain, chain, chain_of
+from dlm_jax.sampling.transforms.penalties import LogitBias
 from dlm_jax.sampling.transforms.transform import At, Context
 from dlm_jax.settings import Rule, rule
 from dlm_jax.types import Network, Params, live_positions, returned
