@@ -320,13 +320,9 @@ class RuleTable:
         """
         pairs = [[(token, -math.inf) for token in self.banned(row, facts)] for row in rows]
         first = self.named("structure", rows[0])
-        classes = [("structure", first)] if first else []
-        classes += [(name, self.transforms[name]) for name in rows[0].chain]
-        return chain(
-            LogitBias.of_pairs(pairs, facts.vocab_size),
-            *(cls.columns(rows, facts) for _, cls in classes),
-            names=("bans", *(name for name, _ in classes)),
-        )
+        classes = (*([first] if first else []), *self.chained(rows[0]))
+        bans = LogitBias.of_pairs(pairs, facts.vocab_size)
+        return chain(bans, *(cls.columns(rows, facts) for cls in classes))
 
     def in_use(self, row: Any) -> tuple[str, ...]:
         """The names of the non-neutral transforms in a row's chain.

@@ -115,7 +115,6 @@ class Chain:
     """
 
     transforms: tuple[Any, ...]
-    names: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def at_progress(self, progress_B: Array) -> Chain:
         """The chain for a step; `progress_B` is the fraction of steps taken, in [0, 1]."""
@@ -272,16 +271,14 @@ def _candidates(is_few_N: Array, logits_NV: Array) -> tuple[Array, Array]:
     return jax.lax.cond(is_few_N.any(), lambda x: vocab.largest(x, size), lambda x: none, logits_NV)
 
 
-def chain(
-    *transforms: LogitTransform | Chain | Callable[[Array], Array], names: tuple[str, ...] = ()
-) -> Chain:
+def chain(*transforms: LogitTransform | Chain | Callable[[Array], Array]) -> Chain:
     """Combines transforms, and functions ``logits -> logits``, in the given order."""
     flat: list[Any] = []
     for t in transforms:
         if callable(t) and not isinstance(t, LogitTransform):
             t = function_transform(t)
         flat.extend(t.transforms if isinstance(t, Chain) else [t])
-    return replace(Chain(tuple(flat)), names=tuple(names))
+    return Chain(tuple(flat))
 
 
 def sample_logits(
