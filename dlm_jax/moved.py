@@ -59,6 +59,9 @@ _ADVICE = {
     "it was removed; use more steps": "corrector_share corrector_steps",
     "it was removed; whole texts are compared": "edit_hidden",
     "it was removed; use edit_gain": "edit_replace_gain edit_token_gain",
+    "it was removed; use insert_ratio_start": "insert_margin",
+    "it was removed; use sampler_even_odd": "sampler_spread_seeds",
+    "it was removed; insertions beyond max_length drop the tail": "overflow",
     "it was removed with the sequence scorer; every model is a language model": "mode",
     "it was removed; model.attention_type=canvas has all layers of DiffusionGemma": """
         attention_scale embedding_scaled experts_beside full_value_from_key layer_scales
@@ -85,6 +88,8 @@ NAMES = {
     "Generation": "it is Texts",
     "inside": "it is model.network.inside",
     "SampleConfig": "it is SamplingParams",
+    "parallel_fill": "it is fill_canvas(Parallel(), ...)",
+    "wavefront_fill": "it is fill_canvas(Wavefront(), ...)",
     "Ticket": "it is the number that Engine.submit returns",
 }
 """Names that `dlm_jax` had, by what they are now."""

@@ -190,7 +190,6 @@ def samples(name: str, count: int, seed: int = 0) -> list[SamplingParams]:
             remask_end=float(rng.uniform(0.0, 0.3)),
             remask_randomness=float(rng.uniform(0.0, 0.5)),
             sampler_min_neighbors_ratio=(0.01, 0.3, 1.0)[index % 3],
-            sampler_spread_seeds=index % 2 == 1,
             sampler_even_odd=index % 4 > 1,
             sampler_one_sided=index % 3 == 1,
             sampler_temperature=(1.0, 0.6)[index % 2],
@@ -276,7 +275,6 @@ def _edits(rng: np.random.Generator, index: int) -> dict[str, Any]:
         "delete_lambda": float(rng.uniform(0.0, 1.0)),
         "cooldown_distance": index % 3,
         "edit_token": ("space", "mask")[index % 2],
-        "overflow": ("trim", "refuse")[index // 2 % 2],
         "length_target_mode": ("none", "to_max_new")[(0, 0, 1, 0, 1, 1, 0, 1)[index % 8]],
         "renoise": ("space", "mask", "random")[index % 3],
     }

@@ -384,4 +384,5 @@ class Drafted(CommitRule):
         if self.draft_by in ("parallel", "markov"):
             return (Parallel() if self.draft_by == "parallel" else Markov()), fill
         waves = Wavefront if self.draft_by == "waves" else FreeWaves
-        return waves(0.01 * ones_B, no_B, no_B, ones_B, no_B), fill
+        rule = waves(0.01 * ones_B, no_B, temperature_B=ones_B, is_one_sided_B=no_B)
+        return rule, fill

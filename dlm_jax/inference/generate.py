@@ -195,8 +195,8 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
     The arguments are those of `generate`.
     """
     sample = settings_of_call(model, settings)
-    chain = sample.table.chain_columns([sample], model.facts)
-    lines = [f"{name}: device" for name in dict.fromkeys(chain.names)]
+    first = ("bans", "structure") if sample.table.named("structure", sample) else ("bans",)
+    lines = [f"{name}: device" for name in (*first, *sample.chain)]
     last = "draw: device"
     if host_sampler is not None:
         name = getattr(host_sampler, "__name__", type(host_sampler).__name__)

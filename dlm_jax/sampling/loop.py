@@ -101,8 +101,8 @@ def step(program: Program, params: Params, state: State) -> State:
     of MASK. The parameters must be in the layout that `dlm_jax.sampling.forward.ready` returns.
     """
     rule = state.rules.commit
-    if rule.step is not None:
-        return rule.step(program, params, state)
+    if own_step := getattr(rule, "step", None):
+        return own_step(program, params, state)
     is_noise = isinstance(rule, NoiseRule)
     return (noise_step if is_noise else mask_step).step(program, params, state)
 

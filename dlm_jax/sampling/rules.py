@@ -270,7 +270,7 @@ class RuleTable:
     def steps_itself(self, row: Any) -> bool:
         """Whether a row takes another step than that of MASK, which a host cannot join."""
         order = self.commit[row.order]
-        return issubclass(order, NoiseRule) or order.step is not None
+        return issubclass(order, NoiseRule) or hasattr(order, "step")
 
     def check_trace(self, row: Any) -> None:
         """Raises ValueError for settings of a row without a trace. A replay computes exact values,
@@ -320,13 +320,9 @@ class RuleTable:
         """
         pairs = [[(token, -math.inf) for token in self.banned(row, facts)] for row in rows]
         first = self.named("structure", rows[0])
-        classes = [("structure", first)] if first else []
-        classes += [(name, self.transforms[name]) for name in rows[0].chain]
-        return chain(
-            LogitBias.of_pairs(pairs, facts.vocab_size),
-            *(cls.columns(rows, facts) for _, cls in classes),
-            names=("bans", *(name for name, _ in classes)),
-        )
+        classes = (*([first] if first else []), *self.chained(rows[0]))
+        bans = LogitBias.of_pairs(pairs, facts.vocab_size)
+        return chain(bans, *(cls.columns(rows, facts) for cls in classes))
 
     def in_use(self, row: Any) -> tuple[str, ...]:
         """The names of the non-neutral transforms in a row's chain.

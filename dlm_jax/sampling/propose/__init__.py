@@ -8,9 +8,9 @@ from dlm_jax.sampling.propose.fill import (
     FillOutput,
     FillRule,
     Parallel,
-    parallel_fill,
+    fill_canvas,
 )
-from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront, wavefront_fill
+from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront
 
 FILL_RULES: Mapping[str, type[FillRule]] = {
     rule.name: rule for rule in (Parallel, Wavefront, Constrained)
@@ -26,6 +26,5 @@ __all__ = [
     "Parallel",
     "SamplerReadout",
     "Wavefront",
-    "parallel_fill",
-    "wavefront_fill",
+    "fill_canvas",
 ]

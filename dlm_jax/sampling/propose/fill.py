@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Required, TypedDict, Unpack
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,8 @@ from dlm_jax.sampling.positions import (
     gather_state,
     put,
 )
-from dlm_jax.sampling.transforms.bias import LogitBias
-from dlm_jax.sampling.transforms.chain import Chain, chain
-from dlm_jax.sampling.transforms.default_chain import chain_of
+from dlm_jax.sampling.transforms.chain import Chain, chain, chain_of
+from dlm_jax.sampling.transforms.penalties import LogitBias
 from dlm_jax.sampling.transforms.transform import At, Context
 from dlm_jax.settings import Rule, rule
 from dlm_jax.types import Network, Params, live_positions, returned
@@ -305,19 +304,6 @@ class Parallel(FillRule):
         return lambda places_N, is_real_N: fill.logits(places_N)
 
 
-class FillOptions(TypedDict, total=False):
-    """The options of `wavefront_fill`."""
-
-    network: Required[Network]
-    is_open_BL: Required[jax.Array]
-    length_B: jax.Array | None
-    is_seen_BL: jax.Array | None
-    preference_BL: jax.Array | None
-    settings: Mapping[str, Any] | Chain | None
-    banned_ids: tuple[int, ...]
-    chunk: int
-
-
 def fill_canvas(
     rule: FillRule,
     params: Params,
@@ -334,8 +320,33 @@ def fill_canvas(
     banned_ids: tuple[int, ...] = (),
     chunk: int = 0,
 ) -> FillOutput:
-    """The output of a rule outside of the loop; see `wavefront_fill` for the arguments."""
+    """A token for each open position, as one step of a rule draws it, such as ``Parallel()`` or
+    ``Wavefront(is_alternating_B=True)``.
+
+    In the result, ``proposal.tokens_BL`` is the canvas with the drawn tokens. Of waves,
+    ``level_BL`` is the order of the draws, and ``counts`` has the waves and the starting positions
+    of each row. ``network``, ``banned_ids`` and ``chunk`` are static, everything else is traced.
+
+    Args:
+      rule: the fill; its fields have one value for all rows, or ``[B]``.
+      params: the network's parameters.
+      hidden_BLD: the output of ``network.trunk`` for `tokens_BL`, or a `TrunkOutput`.
+      tokens_BL: int32 canvas. Values at open positions are ignored.
+      key_B: one typed key per row; the key of a position is ``fold_in(key, index)``.
+      network: the model as pure functions, with the heads that the rule needs.
+      is_open_BL: True at the positions to fill, usually ``tokens_BL == mask_id``.
+      length_B: int32, number of live positions in each row; by default, all are live.
+      is_seen_BL: True at tokens that are neighbours of open positions; by default, all live
+        positions that are not open.
+      preference_BL: uint32, priority of equally confident positions; by default, by the keys.
+      settings: settings or transforms of all draws, the `params` of `sample_logits` with ``[B]``
+        values.
+      banned_ids: ids that are never drawn and that the choice of starting positions ignores,
+        usually those of MASK and PAD.
+      chunk: number of positions per readout of the LM head.
+    """
     num_rows, num_positions = tokens_BL.shape
+    rule = jax.tree.map(lambda value: jnp.broadcast_to(value, (num_rows,)), rule)
     if preference_BL is None:
         preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
     if length_B is None:
@@ -365,17 +376,3 @@ def fill_canvas(
     out = rule.propose(fill)
     canvas_BL = jnp.where(is_open_BL, out.proposal.tokens_BL, tokens_BL)
     return out._replace(proposal=out.proposal._replace(tokens_BL=canvas_BL))
-
-
-def parallel_fill(
-    params: Params,
-    hidden_BLD: jax.Array | TrunkOutput,
-    tokens_BL: jax.Array,
-    key_B: jax.Array,
-    **options: Unpack[FillOptions],
-) -> FillOutput:
-    """A token for each open position, drawn independently from the LM head.
-
-    The arguments and the result are those of `wavefront_fill`, without those of the sampler head.
-    """
-    return fill_canvas(Parallel(), params, hidden_BLD, tokens_BL, key_B, **options)
