@@ -36,9 +36,8 @@ from dlm_jax.inference.request import make_requests
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.params import params_of
-from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.program import Program, RowParams
 from dlm_jax.sampling.propose import SamplerReadout
-from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable, with_rules
 from dlm_jax.structured import Structures, regex_of_schema
 from dlm_jax.types import Network, Params

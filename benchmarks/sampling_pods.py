@@ -40,8 +40,7 @@ from dlm_jax.distributed.mesh import CHIPS, topology_devices
 from dlm_jax.distributed.partitions import axes_of, make_mesh, named_leaves, on_own_rows, shardings
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.loop import Advance, start
-from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.program import Program, RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.sampling.state import State
 from dlm_jax.types import Network, Params, Window

@@ -57,17 +57,15 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
     def line(self) -> str:
         """The progress as one line."""
-        finished, of = self._done - self._done_before, ""
-        left = compiling = ""
-        if self._total is not None:
-            of = f" of {self._total:,}"
-            if finished > 0:
-                seconds = self._seconds * max(0, self._total - self._done) / finished
-                left = f"{spell(seconds)} left"
+        total, finished = self._total, self._done - self._done_before
+        of = "" if total is None else f" of {total:,}"
+        parts = [f"{self._name}: {self._done:,}{of} {self._unit}s"]
         if program := self._compiling():
-            compiling = f"compiling {program}"
-        count = f"{self._name}: {self._done:,}{of} {self._unit}s"
-        return ", ".join(filter(None, (count, compiling, left, self._note)))
+            parts.append(f"compiling {program}")
+        if total is not None and finished > 0:
+            seconds = self._seconds * max(0, total - self._done) / finished
+            parts.append(f"{spell(seconds)} left")
+        return ", ".join(filter(None, (*parts, self._note)))
 
 
 @contextlib.contextmanager

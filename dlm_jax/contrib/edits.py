@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax import rule
+from dlm_jax.sampling import may_be_led
 from dlm_jax.sampling.edits import EditContext, Uncertainty
-from dlm_jax.sampling.rule_tools import may_be_led
 
 
 def leads(context: EditContext) -> jax.Array:

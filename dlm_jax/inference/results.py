@@ -11,8 +11,8 @@ import numpy as np
 
 from dlm_jax.inference.host import Written
 from dlm_jax.inference.model import Model
+from dlm_jax.sampling.program import Counters
 from dlm_jax.sampling.replay import Trace, joined
-from dlm_jax.sampling.row import Counters
 from dlm_jax.types import Status, first_eos
 
 _CANVAS_MULTIPLE = 64

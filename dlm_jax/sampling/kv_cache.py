@@ -153,7 +153,6 @@ class Dual(KVCache):
     def read(
         self, block: CurrentBlock, first_B: jax.Array, num_positions: int
     ) -> tuple[jax.Array, jax.Array, int]:
-        """A window of the block."""
         end_B = jnp.minimum(block.end_B, num_positions)
         return block.begin_B, end_B, min(self.block_length, num_positions)
 

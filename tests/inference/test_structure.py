@@ -38,19 +38,6 @@ def test_a_recommended_ignore_eos_no_longer_holds_beside_a_structure():
         assert request.sample.ignore_eos == ignores
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "stop_at_eos"])
-def test_of_ignore_eos_and_stop_at_eos_the_given_one_holds_in_calls_and_prompts(name):
-    other = {"ignore_eos": "stop_at_eos", "stop_at_eos": "ignore_eos"}[name]
-    sample = dataclasses.replace(MODEL.sample, **{other: True})
-    model = dataclasses.replace(MODEL, sample=sample)
-    given = {name: True}
-    for prompt, settings in (
-        ("ab", given), ({"prompt": "ab"} | given, {}), ({"prompt": "ab"} | given, {other: True}),
-    ):  # fmt: skip
-        (request,) = make_requests(model, prompt, {"gen_length": 4} | settings)
-        assert getattr(request.sample, name) and not getattr(request.sample, other)
-
-
 @pytest.mark.parametrize(
     "settings",
     [

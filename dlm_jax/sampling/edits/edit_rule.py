@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import StepRule
 from dlm_jax.sampling.edits.moves import Edits
-from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.program import RowParams
 from dlm_jax.types import Canvas, live_positions
 
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import exceeds, most
-from dlm_jax.sampling.draw import log_prob
 from dlm_jax.sampling.edits.edit_rule import EditContext, EditRule
 from dlm_jax.sampling.edits.moves import Edits, moved, position_map_of
 from dlm_jax.sampling.edits.scores import may_be_led
 from dlm_jax.sampling.positions import at_places, fold, hidden, logits, place_of_largest, put
 from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.vocab import log_prob
 from dlm_jax.settings import Setting, per_row, require, rule, static
 from dlm_jax.types import Params, live_positions, right_of
 

@@ -19,7 +19,7 @@ from dlm_jax.sampling.edits.scores import (
     token_uncertainty,
 )
 from dlm_jax.sampling.positions import distance
-from dlm_jax.sampling.row import SCHEDULES, check_space, ratio_at
+from dlm_jax.sampling.program import SCHEDULES, check_space, ratio_at
 from dlm_jax.settings import UNSET, Setting, per_row, require, rule, static
 from dlm_jax.types import left_of, right_of
 
