@@ -17,7 +17,6 @@ import numpy as np
 from dlm_jax.data import NO_MASK, Tokenizer
 from dlm_jax.inference.host import HostSampler, shown
 from dlm_jax.inference.model import Model
-from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.orders import QuotaRule
 from dlm_jax.sampling.params import (
     SamplingParams,
@@ -26,6 +25,7 @@ from dlm_jax.sampling.params import (
     resolve,
     values_of_row,
 )
+from dlm_jax.sampling.positions import steps_needed
 from dlm_jax.sampling.program import RowParams
 from dlm_jax.sampling.propose import Constrained, FillRule, Parallel
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable, with_rules

@@ -6,7 +6,6 @@ rule that uses a setting of a built-in rule must use the same `Setting`, such as
 """
 
 from dlm_jax.randomness import key_of, salted
-from dlm_jax.sampling.blocks import choose, steps_needed
 from dlm_jax.sampling.commit.commit_rule import exceeds, log_each, log_odds, log_odds_of, reaches
 from dlm_jax.sampling.commit.orders import (
     CONFIDENCE,
@@ -23,7 +22,16 @@ from dlm_jax.sampling.commit.orders import (
     visible_shares,
 )
 from dlm_jax.sampling.edits.scores import may_be_led
-from dlm_jax.sampling.positions import NEVER, at_places, fold, logits, place_of_largest, put
+from dlm_jax.sampling.positions import (
+    NEVER,
+    at_places,
+    choose,
+    fold,
+    logits,
+    place_of_largest,
+    put,
+    steps_needed,
+)
 from dlm_jax.sampling.propose.constrained import Seen
 from dlm_jax.sampling.propose.wavefront import (
     GIVEN,

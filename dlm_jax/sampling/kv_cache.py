@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.sampling.blocks import CurrentBlock
+from dlm_jax.sampling.positions import CurrentBlock
 from dlm_jax.settings import Rule, Setting, fact, per_row, reads, require, require_values, rule
 
 

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.blocks import choose
 from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, head_of
 from dlm_jax.sampling.edits.edit_rule import EditContext
 from dlm_jax.sampling.edits.moves import PositionMap, moved, moved_boundary, position_map_of
 from dlm_jax.sampling.edits.scores import read_logprobs
 from dlm_jax.sampling.edits.trial import gain_of_edits
 from dlm_jax.sampling.forward import forward, read_head
-from dlm_jax.sampling.positions import TrunkOutput
+from dlm_jax.sampling.positions import TrunkOutput, choose
 from dlm_jax.sampling.program import Counters, Program
 from dlm_jax.sampling.propose.fill import FillInput, FillOutput
 from dlm_jax.sampling.remask import RENOISE_SALT, RemaskContext

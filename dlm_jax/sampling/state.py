@@ -15,13 +15,19 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.randomness import key_of
-from dlm_jax.sampling.blocks import CurrentBlock, choose, first_block, next_block
 from dlm_jax.sampling.commit.commit_rule import preferences
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.edits.moves import PositionMap, moved
 from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.noise import NoiseRule
-from dlm_jax.sampling.positions import belongs_to_positions, place_of_largest
+from dlm_jax.sampling.positions import (
+    CurrentBlock,
+    belongs_to_positions,
+    choose,
+    first_block,
+    next_block,
+    place_of_largest,
+)
 from dlm_jax.sampling.program import TIES, Counters, Program, RowParams
 from dlm_jax.sampling.propose.fill import FillOutput
 from dlm_jax.sampling.rules import Rules

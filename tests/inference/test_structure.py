@@ -15,7 +15,7 @@ import dlm_jax
 from dlm_jax.config import SamplingParams
 from dlm_jax.data import ByteTokenizer, CharacterTokenizer
 from dlm_jax.inference.request import make_requests
-from dlm_jax.sampling.blocks import steps_needed
+from dlm_jax.sampling.positions import steps_needed
 from dlm_jax.structured import Structures
 
 TOKENIZER, PATTERNS = constrained.TOKENIZER, constrained.PATTERNS[:4]

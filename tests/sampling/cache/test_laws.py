@@ -18,10 +18,10 @@ from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model import ops
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.blocks import CurrentBlock
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.kv_cache import Dual
 from dlm_jax.sampling.loop import Advance, start
+from dlm_jax.sampling.positions import CurrentBlock
 from dlm_jax.sampling.program import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 
