@@ -46,7 +46,6 @@ FACTS = ModelFacts(
     heads=("sampler", "critic"),
     has_cache=True,
     process=PROCESSES["uniform"],
-    shows_maps=True,
 )
 
 CASES: dict[str, dict[str, str]] = {
@@ -58,8 +57,7 @@ CASES: dict[str, dict[str, str]] = {
     }
     for i, order in enumerate(ORDERS)
     for j, remask in enumerate(REMASKS)
-    if j == 0
-    or (j == (i % 3 or 1 + i // 3 % 2) and not issubclass(BUILT_IN.commit[order], NoiseRule))
+    if j == 0 or ((i % 3 or i // 3 % 2) and not issubclass(BUILT_IN.commit[order], NoiseRule))
 }
 """Every order without remasking and with one of the remask rules, which take turns."""
 
@@ -70,7 +68,7 @@ HEADS: dict[str, dict[str, str]] = {
     for order, remask, schedule, fill, by in (
         ("random", "none", "linear", "wavefront", "confidence"),
         ("low_confidence", "scheduled", "all", "wavefront", "critic"),
-        ("left_to_right", "scheduled_threshold", "linear", "wavefront", "critic"),
+        ("left_to_right", "scheduled", "linear", "wavefront", "critic"),
         ("ancestral", "scheduled", "linear", "wavefront", "confidence"),
         ("threshold", "scheduled", "linear", "parallel", "critic"),
         ("entropy_bound", "scheduled", "all", "wavefront", "confidence"),
@@ -91,7 +89,7 @@ EDITS: dict[str, dict[str, Any]] = {
         ("left_to_right", "scheduled", "linear", "parallel", 0.0, "cosine", "uncertainty"),
         ("margin", "none", "all", "parallel", 0.3, "linear", "uncertainty"),
         ("ancestral", "none", "linear", "wavefront", 0.0, "cosine", "uncertainty"),
-        ("threshold", "scheduled_threshold", "linear", "parallel", 0.1, "cosine", "uncertainty"),
+        ("threshold", "scheduled", "linear", "parallel", 0.1, "cosine", "uncertainty"),
         ("entropy_bound", "none", "all", "parallel", 0.0, "cosine", "uncertainty"),
         ("left_to_right", "none", "all", "parallel", 0.0, "cosine", "likelihood"),
     )
@@ -188,7 +186,6 @@ def samples(name: str, count: int, seed: int = 0) -> list[SamplingParams]:
             **_decoders(np.random.default_rng([300 + seed, index]), index, table),
             remask_start=float(rng.uniform(0.3, 0.9)),
             remask_end=float(rng.uniform(0.0, 0.3)),
-            remask_randomness=float(rng.uniform(0.0, 0.5)),
             sampler_min_neighbors_ratio=(0.01, 0.3, 1.0)[index % 3],
             sampler_even_odd=index % 4 > 1,
             sampler_one_sided=index % 3 == 1,
@@ -248,10 +245,6 @@ def _decoders(rng: np.random.Generator, index: int, table: RuleTable) -> dict[st
         "slow_spread": float(rng.uniform(0.0, 3.0)),
         "verify_threshold": (0.0, 0.2, 0.4)[index % 3],
         "remask_eta": (0.0, 0.3, 0.8)[index % 3],
-        "induced_threshold": float(rng.uniform(0.1, 0.3)),
-        "apart_threshold": float(rng.uniform(0.1, 0.3)),
-        "dependence": float(rng.uniform(0.0, 0.2)),
-        "sink": float(rng.uniform(0.0, 0.3)),
     }
     return {name: value for name, value in found.items() if name in table.settings}
 
@@ -323,7 +316,7 @@ def make_state(
     )
     remask = defined["Doubtful"](jnp.array([s.remask_end for s in settings], jnp.float32))
     state = canvases.make_state(rows, rule, remask=remask, positions=positions)
-    softened = defined["Softened"](jnp.array([s.remask_randomness for s in settings], jnp.float32))
+    softened = defined["Softened"](jnp.array([s.remask_start for s in settings], jnp.float32))
     chained = chain(state.rules.chain, softened)
     rules = state.rules._replace(chain=chained)
     chain_state = chained.start(visible_context(state, mask_id=toy.MASK))

@@ -20,10 +20,7 @@ from dlm_jax import (
     rule,
     static,
 )
-from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
-from dlm_jax.sampling.remask import RemaskContext
-from dlm_jax.sampling.rule_tools import (
+from dlm_jax.sampling import (
     CONFIDENCE,
     SCHEDULE,
     THRESHOLD,
@@ -38,12 +35,14 @@ from dlm_jax.sampling.rule_tools import (
     maximum,
     place_of_largest,
     reaches,
+    vocab,
 )
+from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
+from dlm_jax.sampling.remask import RemaskContext
 from dlm_jax.settings import SettingError, check_ids, require
 
 __all__ = [
     "Credit",
-    "Dawn",
     "Dilated",
     "Frechet",
     "Hierarchical",
@@ -506,7 +505,7 @@ class Credit(_Decoder):
         ids_NK, credit_NK = state_N
         logits_NV = logits_NV.astype(jnp.float32)
         logprob_NV = jax.nn.log_softmax(logits_NV)
-        best_id_N1 = vocab.argmax(logprob_NV, vocab.TOLERANCE)[:, None]
+        best_id_N1 = vocab.argmax(logprob_NV)[:, None]
         best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
         credit_NK = self.decay_B[drawn.row_N][:, None] * credit_NK
         # The credit is written to the slot of the id, or else to the slot with the least credit.
@@ -553,7 +552,7 @@ class Dawn(_Decoder):
     """
 
     about = "confident holes, and holes selected by their attention to other positions"
-    needs = ("attention:4", "candidates")
+    needs = ("attention:4",)
 
     high_B: jax.Array = per_row(THRESHOLD)
     induced_B: jax.Array = _share(

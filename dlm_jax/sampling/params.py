@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dlm_jax.sampling.noise import NoiseRule
-from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import (
     BUILT_IN,
     SLOTS,
@@ -43,7 +42,6 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_values(self, self.declared)
-        RowParams.check(self)
         self.table.check(self)
 
     @property

@@ -115,8 +115,7 @@ def test_draws_commits_and_remasks_of_every_step_and_row_have_keys_of_their_own(
             return super().select(state, context)
 
     rows = [Row(holes(9, seed), steps=5, seed=seed) for seed in range(2)]
-    ratios = jnp.full(2, 0.1), jnp.zeros(2), jnp.zeros(2)
-    rules = {"fill": Fill(), "remask": Remask(*ratios, needs=())}
+    rules = {"fill": Fill(), "remask": Remask(jnp.full(2, 0.1), jnp.zeros(2), needs=())}
     state = canvases.make_state(rows, Commit(linear_quota), **rules)
     for _ in range(2):
         state = step(canvases.program(), toy.params(), state)

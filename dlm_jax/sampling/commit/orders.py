@@ -26,7 +26,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     reaches,
     uniform,
 )
-from dlm_jax.sampling.draw import log_prob
+from dlm_jax.sampling.vocab import log_prob
 from dlm_jax.settings import UNSET, Setting, fact, per_row, require, rule, static
 
 Quota = Callable[[CommitContext], jax.Array]
@@ -165,19 +165,6 @@ class Confident(CommitRule):
             logits_NV = drawn.filter_logits()
             logprob_N = log_prob(logits_NV, drawn.ids_N)
         return self.confidence(logits_NV, logprob_N), state_N
-
-
-def show_confidence(rule: CommitRule, score: jax.Array) -> jax.Array:
-    """The values that traces record for the scores of a rule: the probability, the margin or the
-    negative entropy, if the score is one of the measures above or the default.
-    """
-    measure = rule.confidence if isinstance(rule, Confident) else None
-    if measure is certainty:
-        return -entropy(score)
-    if measure is margin:
-        return -jnp.expm1(-score)
-    is_default = measure is not None or type(rule).score is CommitRule.score
-    return jax.nn.sigmoid(score) if is_default else score
 
 
 class QuotaRule(CommitRule):

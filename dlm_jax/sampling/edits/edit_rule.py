@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import StepRule
-from dlm_jax.sampling.draw import log_prob
 from dlm_jax.sampling.edits.moves import Edits, moved, position_map_of
 from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, hidden, logits, put
-from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.program import Program, RowParams
+from dlm_jax.sampling.vocab import log_prob
 from dlm_jax.types import Canvas, Params, live_positions, right_of
 
 _CHUNK = 2048

@@ -15,7 +15,7 @@ from dlm_jax.sampling.commit.commit_rule import exceeds, most
 from dlm_jax.sampling.edits.edit_rule import LEAST, EditContext, EditRule
 from dlm_jax.sampling.edits.moves import Edits
 from dlm_jax.sampling.positions import distance, place_of_largest
-from dlm_jax.sampling.row import SCHEDULES, check_space, ratio_at
+from dlm_jax.sampling.program import SCHEDULES, check_space, ratio_at
 from dlm_jax.settings import UNSET, Setting, per_row, require, rule, static
 from dlm_jax.types import left_of, right_of
 

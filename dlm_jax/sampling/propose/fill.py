@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import DrawnTokens, OrderRule, Proposal, preferences
-from dlm_jax.sampling.draw import argmax, log_prob
 from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.positions import (
     TrunkOutput,
@@ -26,6 +25,7 @@ from dlm_jax.sampling.positions import (
 from dlm_jax.sampling.transforms.chain import Chain, chain, chain_of
 from dlm_jax.sampling.transforms.penalties import LogitBias
 from dlm_jax.sampling.transforms.transform import At, Context
+from dlm_jax.sampling.vocab import argmax, log_prob
 from dlm_jax.settings import Rule, rule
 from dlm_jax.types import Network, Params, live_positions, returned
 

@@ -18,7 +18,6 @@ from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from dlm_jax.sampling import draw as drawing
 from dlm_jax.sampling import vocab
 from dlm_jax.sampling.transforms import resident
 from dlm_jax.sampling.transforms.mirostat import Mirostat
@@ -197,7 +196,7 @@ class Chain:
             is_scored = any_active([t for t in self.transforms if has_memory(t)], at)
         logits_NV = logits_NV.astype(jnp.float32)
         steps = list(zip(self.transforms, state, strict=True))
-        noise = drawing.noise(at.key_N)
+        noise = vocab.noise(at.key_N)
         zeros_N = jnp.zeros(at.row_N.shape, jnp.float32)
         none = jnp.zeros(at.row_N.shape, jnp.int32), zeros_N
         cut, is_few_N = self._few(logits_NV.shape[1], at)
@@ -207,7 +206,7 @@ class Chain:
         def score(x_NK: Array, place_N: Array, sums: tuple[Array, Array] | None = None) -> Array:
             chosen_N = jnp.take_along_axis(x_NK, place_N[:, None], axis=1)[:, 0]
             unscored_N = jnp.where(jnp.isfinite(chosen_N), 0.0, jnp.nan)
-            return jnp.where(is_scored, drawing.log_prob(x_NK, place_N, sums), unscored_N)
+            return jnp.where(is_scored, vocab.log_prob(x_NK, place_N, sums), unscored_N)
 
         # This creates a new array, because XLA would otherwise copy the logits before a branch that
         # changes them. The logits in the padding are distinct, because ties need additional passes.
@@ -223,7 +222,7 @@ class Chain:
             needs_sums = ~takes_best_N.all() | is_scored
             unknown = zeros_N + 1.0, jnp.ones((len(zeros_N), vocab.width_of(x_NV.shape[1])))
             sums = jax.lax.cond(needs_sums, lambda x: vocab.exp_columns(x), lambda x: unknown, x_NV)
-            ids_N = drawing.choose_with(x_NV, noise, takes_best_N, weight_NC=sums[1])
+            ids_N = vocab.choose_with(x_NV, noise, takes_best_N, weight_NC=sums[1])
             return ids_N, score(x_NV, ids_N, sums)
 
         token_N, score_N = jax.lax.cond(rest.is_real_N.any(), from_many, lambda x: none, logits_NV)
@@ -232,7 +231,7 @@ class Chain:
 
         def from_few(noise: Array) -> tuple[Array, Array]:
             final_NK = self._finish(cut, steps, few_NK, at._replace(is_real_N=is_few_N))
-            place_N = drawing.draw_with(final_NK, noise)
+            place_N = vocab.draw_with(final_NK, noise)
             of_few_N = jnp.take_along_axis(ids_NK, place_N[:, None], axis=1)[:, 0]
             return of_few_N, score(final_NK, place_N)
 

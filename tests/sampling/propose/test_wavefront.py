@@ -14,10 +14,10 @@ import pytest
 import toy
 from oracles import wavefront as oracle
 
-from dlm_jax.sampling.draw import draw
 from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.propose import FillInput, FillOutput, SamplerReadout, Wavefront
 from dlm_jax.sampling.transforms import Context, Temperature, chain
+from dlm_jax.sampling.vocab import draw
 from dlm_jax.types import Network
 
 ROWS, POSITIONS, WIDTH, V = 8, 24, 8, toy.VOCAB_SIZE
