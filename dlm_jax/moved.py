@@ -5,6 +5,7 @@ from __future__ import annotations
 _CONTRIB = {
     "decoders": """
         order=credit credit_weight credit_decay credit_power
+        order=dawn induced_threshold apart_threshold dependence sink
         order=dilated dilated_base
         order=frechet frechet_margin
         order=hierarchical hierarchy_floor
@@ -49,9 +50,7 @@ _ADVICE = {
     "it was removed; use edit_scoring=likelihood": "edit_scoring=lead",
     "it was removed; use remask=remdm_cap": "remask=remdm_rescale",
     "it was removed; use length_target_mode=to_max_new": "length_target_mode=exact",
-    "it was removed; use order=threshold": """
-        factor order=factor order=dawn induced_threshold apart_threshold dependence sink
-    """,
+    "it was removed; use order=threshold": "factor order=factor",
     "it was removed; use remask=scheduled": "remask=scheduled_threshold",
     "it was removed; the least likely tokens are remasked": "remask_randomness",
     "it was removed; every row without edits ends at its EOS": "stop_at_eos",

@@ -46,6 +46,7 @@ FACTS = ModelFacts(
     heads=("sampler", "critic"),
     has_cache=True,
     process=PROCESSES["uniform"],
+    shows_maps=True,
 )
 
 CASES: dict[str, dict[str, str]] = {
@@ -245,6 +246,10 @@ def _decoders(rng: np.random.Generator, index: int, table: RuleTable) -> dict[st
         "slow_spread": float(rng.uniform(0.0, 3.0)),
         "verify_threshold": (0.0, 0.2, 0.4)[index % 3],
         "remask_eta": (0.0, 0.3, 0.8)[index % 3],
+        "induced_threshold": float(rng.uniform(0.1, 0.3)),
+        "apart_threshold": float(rng.uniform(0.1, 0.3)),
+        "dependence": float(rng.uniform(0.0, 0.2)),
+        "sink": float(rng.uniform(0.0, 0.3)),
     }
     return {name: value for name, value in found.items() if name in table.settings}
 

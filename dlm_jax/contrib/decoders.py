@@ -43,6 +43,7 @@ from dlm_jax.settings import SettingError, check_ids, require
 
 __all__ = [
     "Credit",
+    "Dawn",
     "Dilated",
     "Frechet",
     "Hierarchical",
@@ -552,7 +553,7 @@ class Dawn(_Decoder):
     """
 
     about = "confident holes, and holes selected by their attention to other positions"
-    needs = ("attention:4",)
+    needs = ("attention:4", "candidates")
 
     high_B: jax.Array = per_row(THRESHOLD)
     induced_B: jax.Array = _share(

@@ -191,6 +191,7 @@ class Model:
             block_length=self.network.block_length,
             process=self.process,
             canvas_length=self.network.canvas_length,
+            shows_maps=self.network.inside is not None,
             predicts_first=self.network.predicts_first,
         )
 

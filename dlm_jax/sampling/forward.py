@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.devices import platform
+from dlm_jax.sampling.commit.commit_rule import attention_blocks
 from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, place_of_largest
 from dlm_jax.sampling.program import Counters, Program
@@ -64,8 +65,16 @@ def forward(program: Program, params: Params, state: State, is_open_BL: jax.Arra
             params, canvas.tokens_BL, length_B, block.begin_B, _signal(state)
         )
         return TrunkOutput(hidden_BLD), None, Counters(forwards=runs_B)
-    hidden_BLD = hidden(network, params, canvas.tokens_BL, canvas.length_B)
-    output = TrunkOutput(hidden_BLD)
+    attention_BLL = None
+    if num_blocks := attention_blocks(state.rules.commit.needs):
+        assert network.inside is not None, "the request was checked"
+        _, maps_BEHLL, hidden_BLD = network.inside(params, canvas.tokens_BL, canvas.length_B)
+        is_live_BL = live_positions(canvas.length_B, canvas.tokens_BL.shape[1])
+        map_BLL = maps_BEHLL[:, -num_blocks:].mean(axis=(1, 2))
+        attention_BLL = jnp.where(is_live_BL[:, :, None], map_BLL, 0.0)
+    else:
+        hidden_BLD = hidden(network, params, canvas.tokens_BL, canvas.length_B)
+    output = TrunkOutput(hidden_BLD, attention_BLL=attention_BLL)
     if not program.is_guided:
         return output, None, Counters(forwards=runs_B)
     is_guided_B, uncond_BL = state.row.guidance_B != 0, _uncond_tokens(program, state)

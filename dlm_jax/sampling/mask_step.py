@@ -112,6 +112,7 @@ def propose_step(program: Program, params: Params, state: State) -> tuple[State,
 
     # Forward.
     output, cache, counters = forward(program, params, state, is_open_BL)
+    commit = commit._replace(attention_BLL=output.attention_BLL)
 
     # Propose.
     filled = draw_candidates(

@@ -162,6 +162,7 @@ class TrunkOutput(NamedTuple):
     uncond_BLD: jax.Array | None = None  # with guidance: of the canvas with its given tokens masked
     scale_B: jax.Array | None = None  # with guidance: float32 scale of each row
     at_BL: jax.Array | None = None  # int32 index of each position in its window; None: whole rows
+    attention_BLL: jax.Array | None = None  # see `CommitContext`
 
     def logits(self, network: Network, params: Params, places_N: jax.Array) -> jax.Array:
         """Clean logits ``[N, V]`` of the LM head at places ``row * L + index``."""

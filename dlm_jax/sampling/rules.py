@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from dlm_jax.sampling.commit import COMMIT_RULES, CommitRule
-from dlm_jax.sampling.commit.commit_rule import OrderRule, head_of
+from dlm_jax.sampling.commit.commit_rule import OrderRule, attention_blocks, head_of
 from dlm_jax.sampling.commit.orders import NoiseSchedule
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
 from dlm_jax.sampling.kv_cache import KV_CACHES, Exact, KVCache
@@ -49,6 +49,7 @@ class ModelFacts:
       noise: noise schedule used in training; None if there is none.
       heads: names of the model's heads, as in `Network.heads`.
       has_cache: True if the network supports cached keys and values.
+      shows_maps: True if the network returns its attention maps.
       is_causal: True if the model is autoregressive.
       block_length: number of positions per block in a block-causal model; 0 for other models.
       process: forward process used in training; None if unknown.
@@ -67,6 +68,7 @@ class ModelFacts:
     block_length: int = 0
     process: NoiseProcess | None = None
     canvas_length: int = 0
+    shows_maps: bool = False
     predicts_first: bool = True
 
 
@@ -235,17 +237,23 @@ class RuleTable:
         """Raises ValueError for contradictory settings of a row."""
         why = f"moves tokens, which cache={row.cache!r} does not support"
         require(row.cache == "none" or not row.edits, "edit", True, why, "use cache='none'")
+        why = f"computes no attention maps, which order={row.order!r} requires"
+        is_fine = row.cache == "none" or not attention_blocks(self.commit[row.order].needs)
+        require(is_fine, "cache", row.cache, why, "use cache='none'")
         for rule in self.of(row):
             rule.check(row)
 
     def check_model(self, row: Any, facts: ModelFacts) -> None:
-        """Raises ValueError for settings of a row that a model does not support: heads or a cache
-        that it lacks, and what the rules and the chain refuse.
+        """Raises ValueError for settings of a row that a model does not support: heads, attention
+        maps or a cache that it lacks, and what the rules and the chain refuse.
         """
         for slot, instead in (("commit", ""), ("fill", "use fill='parallel'"), ("remask", "")):
             rule = self.named(slot, row)
             if rule is not None and (head := head_of(rule.needs)):
                 require_head(head, facts, SLOTS[slot].selector, rule.name, instead)
+        why = "requires attention maps, which this network does not return"
+        is_fine = facts.shows_maps or not attention_blocks(self.commit[row.order].needs)
+        require(is_fine, "order", row.order, why, "set Network.inside, or use another rule")
         why = "requires a network that supports a cache (Network.cached)"
         is_fine = facts.has_cache or row.cache == "none"
         require(is_fine, "cache", row.cache, why, "use cache='none'")

@@ -175,3 +175,33 @@ def wino(probability: Sequence[float], old: Sequence[int], num_fresh: int, tau: 
     """Old tokens below `tau`, the least likely first, fewer than the step has committed."""
     doubted = {i: -probability[i] for i in old if probability[i] < tau}
     return set(most_confident(doubted, max(num_fresh - 1, 0)))
+
+
+def dawn(
+    confidence: Sequence[float], attention: Sequence[Sequence[float]], holes: Sequence[int],
+    anchors: Sequence[int], *, high: float, induced: float, low: float, edge: float, sink: float,
+) -> set[int]:  # fmt: skip
+    """Holes of `high`, of `induced` next to an anchor, and a greedy independent set of `low`.
+
+    A position depends on those that it attends to with at least `edge`, unless their mean attention
+    of all positions is above `sink`.
+    """
+    places = range(len(attention))
+    sinks = {j for j in places if sum(row[j] for row in attention) / len(attention) > sink}
+    needs = {
+        (i, j) for i in places for j in places
+        if i != j and j not in sinks and attention[i][j] >= edge
+    }  # fmt: skip
+    chosen = {i for i in holes if confidence[i] >= high}
+    chosen |= {
+        i for i in holes if confidence[i] >= induced and any((i, j) in needs for j in anchors)
+    }
+
+    def conflicts(i: int) -> bool:
+        return any((i, j) in needs or (j, i) in needs for j in chosen)
+
+    rest = [i for i in holes if confidence[i] >= low and i not in chosen and not conflicts(i)]
+    for i in most_confident({i: confidence[i] for i in rest}, len(rest)):
+        if not conflicts(i):
+            chosen.add(i)
+    return chosen | _surest(confidence, holes)

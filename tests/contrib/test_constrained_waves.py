@@ -71,6 +71,7 @@ def test_waves_beside_a_structure_are_those_of_the_wavefront_fill():
     ("settings", "told"),
     [
         ({"fill": "constrained_waves"}, "requires a sampler head"),
+        ({"fill": "constrained", "order": "dawn"}, "order='dawn' stores candidates"),
         ({"fill": "constrained_waves", "order": "klass"}, "order='klass' stores values of the LM"),
     ],
 )

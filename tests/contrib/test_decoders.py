@@ -1,5 +1,7 @@
 """The published decoders against plain Python, one row at a time, and what they keep."""
 
+import dataclasses
+
 import commit_cases
 import jax
 import jax.numpy as jnp
@@ -200,6 +202,40 @@ def test_an_id_that_takes_the_place_of_another_takes_none_of_its_credit():
         kept, sure = _observe(rule, kept, np.log(np.tile(likely, (ROWS, LENGTH, 1))))
     # Each of the last four ids has a credit of 1, which doubles its probability.
     np.testing.assert_allclose(sure, 0.8 / (0.8 + 3 * 0.2 + 3 * 0.1), rtol=1e-5)
+
+
+def test_dependences_decide_what_commits_together():
+    rng = np.random.default_rng(8)
+    scores = rng.exponential(size=(ROWS, LENGTH, LENGTH)) ** 3
+    scores[:, :, 2] *= 1 + 3 * (np.arange(ROWS)[:, None] % 2)
+    maps = (scores / scores.sum(2, keepdims=True)).astype(np.float32)
+    values = {
+        "threshold": 0.8 + SHARE / 10, "induced_threshold": 0.8 * SHARE, "apart_threshold": LESS,
+        "dependence": SHARE / 3, "sink": 0.1 + SHARE / 5,
+    }  # fmt: skip
+    sure, kept = (rng.random((ROWS, LENGTH)).astype(np.float32) for _ in range(2))
+    context = _context(IS_HOLE, 1)._replace(
+        is_token_BL=jnp.asarray(~IS_HOLE), attention_BLL=jnp.asarray(maps)
+    )
+    chosen = np.asarray(_select(_rule("dawn", **values), context, TOKENS, sure, log_odds_of(kept)))
+    names = {"threshold": "high", "induced_threshold": "induced", "apart_threshold": "low",
+             "dependence": "edge", "sink": "sink"}  # fmt: skip
+    is_anchor = ~IS_HOLE & (kept >= values["threshold"][:, None])
+    _same(chosen, lambda row, holes: oracle.dawn(
+        sure[row].tolist(), maps[row].tolist(), holes, np.flatnonzero(is_anchor[row]).tolist(),
+        **{new: float(values[old][row]) for old, new in names.items()},
+    ), least=5)  # fmt: skip
+
+
+def test_what_reads_attention_maps_needs_a_network_that_shows_them():
+    row = SamplingParams(order="dawn")
+    with pytest.raises(
+        ValueError, match="order='dawn' requires attention maps, which this network"
+    ):
+        row.table.check_model(row, FACTS)
+    row.table.check_model(row, dataclasses.replace(FACTS, shows_maps=True))
+    with pytest.raises(ValueError, match="cache='dual' computes no attention maps.*use cache="):
+        SamplingParams(order="dawn", cache="dual")
 
 
 def test_cycles_of_slow_and_fast_steps():

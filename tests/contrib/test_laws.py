@@ -1,5 +1,9 @@
 """The laws of all rules, for the published decoders."""
 
+import functools
+
+import jax
+import numpy as np
 import pytest
 import rule_cases
 import toy
@@ -9,6 +13,7 @@ from sampling import test_replay as replays
 from sampling import test_rules as laws
 
 from dlm_jax.contrib import decoders
+from dlm_jax.sampling.mask_step import propose_step
 from dlm_jax.sampling.rules import classes_of, with_rules
 
 TABLE = with_rules(decoders)
@@ -26,7 +31,7 @@ CASES = {
 }  # fmt: skip
 rule_cases.OTHERS.update(CASES)
 rule_cases.TABLES.update(dict.fromkeys(CASES, TABLE))
-QUICK = ["threshold-wino", "klass-none", "slow_fast-none"]
+QUICK = ["threshold-wino", "klass-none", "dawn-scheduled", "slow_fast-none"]
 NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES
 ]  # fmt: skip
@@ -48,7 +53,9 @@ def test_no_decision_on_an_empty_canvas_hangs_on_rounding(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["klass-scheduled", "credit-none", "slow_fast-wino"])
+@pytest.mark.parametrize(
+    "name", ["klass-scheduled", "credit-none", "dawn-scheduled", "slow_fast-wino"]
+)
 def test_eight_devices_and_another_canvas_have_the_same_randomness(name):
     laws.test_eight_devices_and_another_canvas_have_the_same_randomness(name)
 

@@ -56,6 +56,8 @@ class CommitContext(NamedTuple):
       written_BL: int32 generated tokens of the block, -1 elsewhere; None unless the rule
         `rewrites`.
       preference_BL: uint32, priority of each position when scores are tied; see `preferences`.
+      attention_BLL: float32 attention from each live position (axis 1) to each position (axis 2) in
+        the forward pass of the step; None in `eligible`, and unless the rule needs it.
     """
 
     is_hole_BL: jax.Array
@@ -66,6 +68,7 @@ class CommitContext(NamedTuple):
     is_token_BL: jax.Array
     written_BL: jax.Array | None = None
     preference_BL: jax.Array | None = None
+    attention_BLL: jax.Array | None = None
 
 
 class Proposal(NamedTuple):
@@ -117,8 +120,9 @@ class OrderRule(StepRule):
     """The rule that ``order`` selects: a `CommitRule`, or a `NoiseRule` for models of other noise.
 
     It can need ``attention:N``, the attention of the final N blocks of the Transformer, averaged
-    over blocks and heads. If it has a method ``step(program, params, state) -> state``, the loop
-    calls it in place of the step of MASK (docs/own_rules.md).
+    over blocks and heads, and ``candidates``, if its `score` stores values of the candidates. If it
+    has a method ``step(program, params, state) -> state``, the loop calls it in place of the step
+    of MASK (docs/own_rules.md).
     """
 
     rewrites: Any = None
@@ -131,6 +135,11 @@ class OrderRule(StepRule):
 def head_of(needs: tuple[str, ...]) -> str:
     """The name of the head among the `needs` of a rule; empty if there is none."""
     return next((need.removeprefix("head:") for need in needs if need.startswith("head:")), "")
+
+
+def attention_blocks(needs: tuple[str, ...]) -> int:
+    """The number of blocks whose attention is among the `needs` of a rule; 0 for none."""
+    return sum(int(need[len("attention:") :]) for need in needs if need.startswith("attention:"))
 
 
 class CommitRule(OrderRule, ABC):

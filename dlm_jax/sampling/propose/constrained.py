@@ -72,6 +72,8 @@ class Constrained(FillRule):
         off = {"edit": [False], "resample": [False], "renoise_start": [0.0], "renoise_end": [0.0]}
         require_values(row, off, why)
         require(commit.rewrites is None, "order", row.order, why, remedy)
+        why = f"stores candidates, but fill={cls.name!r} redraws them"
+        require("candidates" not in commit.needs, "order", row.order, why, remedy)
         why = "ends with EOS, which ignore_eos bans"
         require(not row.ignore_eos, "structure", UNSET, why, "remove one of them")
         why = f"depends on draws of single tokens, but fill={cls.name!r} draws them jointly"
