@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from dlm_jax.sampling.program import Counters as Counters
     from dlm_jax.sampling.propose import FillRule as FillRule
     from dlm_jax.sampling.propose import Wavefront as Wavefront
-    from dlm_jax.sampling.propose import fill_canvas as fill_canvas
+    from dlm_jax.sampling.propose import wavefront_fill as wavefront_fill
     from dlm_jax.sampling.remask import RemaskRule as RemaskRule
     from dlm_jax.sampling.remask import Renoise as Renoise
     from dlm_jax.sampling.replay import Trace as Trace
@@ -90,7 +90,7 @@ _NAMES = {
     "sampling.commit": "CommitRule Threshold certain most most_confident",
     "sampling.edits": "EditRule delete_at deletion_scores gap_scores insert_at token_uncertainty",
     "sampling.noise": "NoiseRule",
-    "sampling.propose": "FillRule Wavefront fill_canvas",
+    "sampling.propose": "FillRule Wavefront wavefront_fill",
     "sampling.remask": "RemaskRule Renoise",
     "sampling.transforms": "LogitTransform MinP Temperature TopK TopP chain sample_logits",
     "sampling.loop": "advance",

@@ -91,8 +91,7 @@ NAMES = {
     "Generation": "it is Texts",
     "inside": "it is model.network.inside",
     "SampleConfig": "it is SamplingParams",
-    "parallel_fill": "it is fill_canvas(Parallel(), ...)",
-    "wavefront_fill": "it is fill_canvas(Wavefront(), ...)",
+    "parallel_fill": "it is wavefront_fill(..., rule=Parallel())",
     "Ticket": "it is the number that Engine.submit returns",
 }
 """Names that `dlm_jax` had, by what they are now."""

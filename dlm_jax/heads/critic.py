@@ -18,7 +18,7 @@ from dlm_jax.objectives.losses import Loss
 from dlm_jax.objectives.objective import Drawn, Head
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.positions import TrunkOutput
-from dlm_jax.sampling.propose import Parallel, Wavefront, fill_canvas
+from dlm_jax.sampling.propose import Parallel, Wavefront, wavefront_fill
 from dlm_jax.sampling.rules import AUTO
 from dlm_jax.types import Network, Params, live_positions, packed, unpacked
 
@@ -161,9 +161,9 @@ def fill_holes(
         # As in sampling.
         is_even_first = sample.sampler_even_odd or sample.fill == AUTO
         waves = Wavefront(sample.sampler_min_neighbors_ratio, is_alternating_B=is_even_first)
-        fill = fill_canvas(
-            waves if in_waves else Parallel(),
+        fill = wavefront_fill(
             *canvas,
+            rule=waves if in_waves else Parallel(),
             network=network,
             is_open_BL=is_hole_BL,
             length_B=length_B,

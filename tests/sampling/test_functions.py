@@ -221,11 +221,10 @@ def test_a_step_of_the_loop_is_the_trunk_and_the_fill(fill):
             "settings": {"temperature": 0.8, "top_p": 0.9},
         }
         if fill == "parallel":
-            return dlm_jax.fill_canvas(Parallel(), *canvas, **shared)
+            return dlm_jax.wavefront_fill(*canvas, rule=Parallel(), **shared)
         # The positions of an empty canvas are equal, so the row's key for rules chooses the seeds.
         preference_BL = preferences(rule_key_B, jnp.zeros(3, bool), 64)
-        waves = dlm_jax.Wavefront()
-        return dlm_jax.fill_canvas(waves, *canvas, **shared, preference_BL=preference_BL)
+        return dlm_jax.wavefront_fill(*canvas, **shared, preference_BL=preference_BL)
 
     filled = jax.jit(step)(model.params)
     found_BL = np.asarray(sampler.finish(state).tokens)

@@ -179,13 +179,13 @@ def test_the_waves_that_the_critic_learns_from_are_those_that_sampling_recommend
 
 def _spy(monkeypatch) -> list[Any]:
     """The fills that the critic calls."""
-    used, fill = [], critic.fill_canvas
+    used, fill = [], critic.wavefront_fill
 
-    def spied(rule, *args, **settings):
+    def spied(*args, rule, **settings):
         used.append(rule)
-        return fill(rule, *args, **settings)
+        return fill(*args, rule=rule, **settings)
 
-    monkeypatch.setattr(critic, "fill_canvas", spied)
+    monkeypatch.setattr(critic, "wavefront_fill", spied)
     return used
 
 

@@ -8,9 +8,8 @@ from dlm_jax.sampling.propose.fill import (
     FillOutput,
     FillRule,
     Parallel,
-    fill_canvas,
 )
-from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront
+from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront, wavefront_fill
 
 FILL_RULES: Mapping[str, type[FillRule]] = {
     rule.name: rule for rule in (Parallel, Wavefront, Constrained)
@@ -26,5 +25,5 @@ __all__ = [
     "Parallel",
     "SamplerReadout",
     "Wavefront",
-    "fill_canvas",
+    "wavefront_fill",
 ]

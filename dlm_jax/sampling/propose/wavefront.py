@@ -6,7 +6,7 @@ therefore sorted once and processed in chunks that end at wave boundaries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +14,23 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import most, reaches
+from dlm_jax.sampling.commit.commit_rule import most, preferences, reaches
 from dlm_jax.sampling.positions import (
     NEVER,
+    TrunkOutput,
     at_places,
+    chunk_size,
     distance,
     fold,
     put,
     wave_chunk,
 )
 from dlm_jax.sampling.propose.fill import DrawLogits, FillInput, FillOutput, FillRule
+from dlm_jax.sampling.transforms.chain import Chain, chain, chain_of
+from dlm_jax.sampling.transforms.penalties import LogitBias
+from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
-from dlm_jax.types import Params, left_of
+from dlm_jax.types import Network, Params, left_of, live_positions
 
 
 def bootstrap(
@@ -210,6 +215,82 @@ class Wavefront(FillRule):
             return jnp.where(is_grown_N[:, None], grown_NV, first_NV)
 
         return read
+
+
+def wavefront_fill(
+    params: Params,
+    hidden_BLD: jax.Array | TrunkOutput,
+    tokens_BL: jax.Array,
+    key_B: jax.Array,
+    *,
+    rule: FillRule | None = None,
+    network: Network,
+    is_open_BL: jax.Array,
+    length_B: jax.Array | None = None,
+    is_seen_BL: jax.Array | None = None,
+    preference_BL: jax.Array | None = None,
+    settings: Mapping[str, Any] | Chain | None = None,
+    banned_ids: tuple[int, ...] = (),
+    chunk: int = 0,
+) -> FillOutput:
+    """A token for each open position, as one step of a fill rule draws it: in waves by the sampler
+    head, given the neighbours, or as ``rule=Parallel()`` and other rules do.
+
+    In the result, ``proposal.tokens_BL`` is the canvas with the drawn tokens. Of waves,
+    ``level_BL`` is the order of the draws, and ``counts`` has the waves and the starting positions
+    of each row. ``network``, ``banned_ids`` and ``chunk`` are static, everything else is traced.
+
+    Args:
+      params: the network's parameters.
+      hidden_BLD: the output of ``network.trunk`` for `tokens_BL`, or a `TrunkOutput`.
+      tokens_BL: int32 canvas. Values at open positions are ignored.
+      key_B: one typed key per row; the key of a position is ``fold_in(key, index)``.
+      rule: the fill; by default, ``Wavefront()``. Its fields have one value for all rows, or
+        ``[B]``.
+      network: the model as pure functions, with the heads that the rule needs.
+      is_open_BL: True at the positions to fill, usually ``tokens_BL == mask_id``.
+      length_B: int32, number of live positions in each row; by default, all are live.
+      is_seen_BL: True at tokens that are neighbours of open positions; by default, all live
+        positions that are not open.
+      preference_BL: uint32, priority of equally confident positions; by default, by the keys.
+      settings: settings or transforms of all draws, the `params` of `sample_logits` with ``[B]``
+        values.
+      banned_ids: ids that are never drawn and that the choice of starting positions ignores,
+        usually those of MASK and PAD.
+      chunk: number of positions per readout of the LM head.
+    """
+    num_rows, num_positions = tokens_BL.shape
+    rule = Wavefront() if rule is None else rule
+    rule = jax.tree.map(lambda value: jnp.broadcast_to(value, (num_rows,)), rule)
+    if preference_BL is None:
+        preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
+    if length_B is None:
+        length_B = jnp.full(num_rows, num_positions, jnp.int32)
+    if is_seen_BL is None:
+        is_seen_BL = live_positions(length_B, num_positions)
+    is_seen_BL = is_seen_BL & ~is_open_BL
+    ids_BK = jnp.broadcast_to(jnp.array(banned_ids, jnp.int32), (num_rows, len(banned_ids)))
+    bans = LogitBias(ids_BK, jnp.full(ids_BK.shape, -jnp.inf))
+    full = chain(bans, chain_of(settings or {}, num_rows, network.vocab_size))
+    context = Context(tokens_BL, jnp.zeros_like(tokens_BL), is_seen_BL, length_B)
+    fill = FillInput(
+        network=network,
+        params=params,
+        output=hidden_BLD if isinstance(hidden_BLD, TrunkOutput) else TrunkOutput(hidden_BLD),
+        chunk=chunk or chunk_size(network.vocab_size),
+        tokens_BL=tokens_BL,
+        length_B=length_B,
+        is_open_BL=is_open_BL,
+        is_seen_BL=is_seen_BL,
+        chain=full,
+        chain_state=full.init(context),
+        key_B=key_B,
+        preference_BL=preference_BL,
+        banned_ids=banned_ids,
+    )
+    out = rule.propose(fill)
+    canvas_BL = jnp.where(is_open_BL, out.proposal.tokens_BL, tokens_BL)
+    return out._replace(proposal=out.proposal._replace(tokens_BL=canvas_BL))
 
 
 def head_chunk(fill: FillInput) -> int:
