@@ -260,8 +260,9 @@ def wavefront_fill(
       chunk: number of positions per readout of the LM head.
     """
     num_rows, num_positions = tokens_BL.shape
-    rule = Wavefront() if rule is None else rule
-    rule = jax.tree.map(lambda value: jnp.broadcast_to(value, (num_rows,)), rule)
+    of_rows: FillRule = jax.tree.map(
+        lambda value: jnp.broadcast_to(value, (num_rows,)), Wavefront() if rule is None else rule
+    )
     if preference_BL is None:
         preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
     if length_B is None:
@@ -288,7 +289,7 @@ def wavefront_fill(
         preference_BL=preference_BL,
         banned_ids=banned_ids,
     )
-    out = rule.propose(fill)
+    out = of_rows.propose(fill)
     canvas_BL = jnp.where(is_open_BL, out.proposal.tokens_BL, tokens_BL)
     return out._replace(proposal=out.proposal._replace(tokens_BL=canvas_BL))
 
