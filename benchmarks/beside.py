@@ -61,7 +61,7 @@ EQUAL: dict[str, Settings] = {
     "greedy, cosine": _CONFIDENT | {"temperature": 0.0, "confidence": "max", "schedule": "cosine"},
     "greedy blocks": {"order": "entropy", "fill": "parallel", "temperature": 0.0,
                       "block_length": 8},
-    "even and odd": {"sampler_spread_seeds": True, "sampler_even_odd": True},
+    "even and odd": {"sampler_even_odd": True},
     "one-sided": {"sampler_one_sided": True, "sampler_min_neighbors_ratio": 0.3},
     "critic": {"remask": "scheduled", "remask_by": "critic", "remask_start": 0.3},
     **{rule: {"order": "ancestral_remdm", "fill": "parallel", "remask": rule,

@@ -19,7 +19,7 @@ import numpy as np
 
 import dlm_jax
 from benchmarks import real_model_files as files
-from dlm_jax.sampling import draw
+from dlm_jax.sampling import vocab
 from dlm_jax.sampling.forward import after
 from dlm_jax.types import Window
 
@@ -99,9 +99,9 @@ def _write(
         hidden_BWD, update = cached.window(params, cache, None, tokens_BL, length_B, window, size=1)
         cache = cached.store(cache, update, None, after(hidden_BWD, place_B))
         logits_BV = network.readout(params, hidden_BWD[:, 0]).at[:, banned].set(-jnp.inf)
-        noise = draw.noise(jax.random.split(jax.random.fold_in(key, place), num_rows))
+        noise = vocab.noise(jax.random.split(jax.random.fold_in(key, place), num_rows))
         heat_B1 = jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
-        own_B = draw.choose_with(logits_BV / heat_B1, noise, temperature_B == 0)
+        own_B = vocab.choose_with(logits_BV / heat_B1, noise, temperature_B == 0)
         head_B = heads[speaker_B, jnp.minimum(left_B, size - 1)]
         is_forced_B = (left_B < size) & (head_B >= 0)
         own_B = jnp.where(is_forced_B, head_B, own_B)

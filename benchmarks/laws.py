@@ -27,9 +27,8 @@ from dlm_jax.config import SamplingParams
 from dlm_jax.objectives.corruption import LINEAR
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.positions import chunk_size
-from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.program import Program, RowParams
 from dlm_jax.sampling.propose import SamplerReadout
-from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 from dlm_jax.types import Network, Params
 

@@ -289,9 +289,7 @@ def measure_speed(both: Both, rounds: int, num_new: int) -> dict[str, Any]:
         asked = prompts("plain", rows)
         ours, theirs = alternate(
             rounds,
-            lambda asked=asked: both.our_answers(
-                asked, num_new, ignore_eos=True, stop_at_eos=False
-            ),
+            lambda asked=asked: both.our_answers(asked, num_new, ignore_eos=True),
             lambda asked=asked: both.their_answers(asked, num_new, min_new_tokens=num_new),
         )  # fmt: skip
         found[f"{rows} rows, ms per token"] = 1e3 * ours / num_new

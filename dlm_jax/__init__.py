@@ -46,14 +46,13 @@ if TYPE_CHECKING:
     from dlm_jax.sampling.kv_cache import KVCache as KVCache
     from dlm_jax.sampling.loop import advance as advance
     from dlm_jax.sampling.noise import NoiseRule as NoiseRule
+    from dlm_jax.sampling.program import Counters as Counters
     from dlm_jax.sampling.propose import FillRule as FillRule
     from dlm_jax.sampling.propose import Wavefront as Wavefront
-    from dlm_jax.sampling.propose import parallel_fill as parallel_fill
     from dlm_jax.sampling.propose import wavefront_fill as wavefront_fill
     from dlm_jax.sampling.remask import RemaskRule as RemaskRule
     from dlm_jax.sampling.remask import Renoise as Renoise
     from dlm_jax.sampling.replay import Trace as Trace
-    from dlm_jax.sampling.row import Counters as Counters
     from dlm_jax.sampling.transforms import LogitTransform as LogitTransform
     from dlm_jax.sampling.transforms import MinP as MinP
     from dlm_jax.sampling.transforms import Temperature as Temperature
@@ -91,12 +90,12 @@ _NAMES = {
     "sampling.commit": "CommitRule Threshold certain most most_confident",
     "sampling.edits": "EditRule delete_at deletion_scores gap_scores insert_at token_uncertainty",
     "sampling.noise": "NoiseRule",
-    "sampling.propose": "FillRule Wavefront parallel_fill wavefront_fill",
+    "sampling.propose": "FillRule Wavefront wavefront_fill",
     "sampling.remask": "RemaskRule Renoise",
     "sampling.transforms": "LogitTransform MinP Temperature TopK TopP chain sample_logits",
     "sampling.loop": "advance",
     "sampling.replay": "Trace",
-    "sampling.row": "Counters",
+    "sampling.program": "Counters",
     "settings": "ABOVE_ZERO BELOW_ONE Setting fact per_row rule static",
     "training": "train",
     "types": "Axes CachedTrunk Inside Network Status Window",

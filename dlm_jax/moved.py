@@ -51,6 +51,9 @@ _ADVICE = {
     "it was removed; use remask=remdm_cap": "remask=remdm_rescale",
     "it was removed; use length_target_mode=to_max_new": "length_target_mode=exact",
     "it was removed; use order=threshold": "factor order=factor",
+    "it was removed; use remask=scheduled": "remask=scheduled_threshold",
+    "it was removed; the least likely tokens are remasked": "remask_randomness",
+    "it was removed; every row without edits ends at its EOS": "stop_at_eos",
     "it was removed; use top_p": "sampler_top_p",
     "it was removed; use train.checkpoint_dir": "local_checkpoint_dir",
     "it was removed; use train.checkpoint_every": "local_checkpoint_every",
@@ -59,6 +62,9 @@ _ADVICE = {
     "it was removed; use more steps": "corrector_share corrector_steps",
     "it was removed; whole texts are compared": "edit_hidden",
     "it was removed; use edit_gain": "edit_replace_gain edit_token_gain",
+    "it was removed; use insert_ratio_start": "insert_margin",
+    "it was removed; use sampler_even_odd": "sampler_spread_seeds",
+    "it was removed; insertions beyond max_length drop the tail": "overflow",
     "it was removed with the sequence scorer; every model is a language model": "mode",
     "it was removed; model.attention_type=canvas has all layers of DiffusionGemma": """
         attention_scale embedding_scaled experts_beside full_value_from_key layer_scales
@@ -84,6 +90,7 @@ NAMES = {
     "Generation": "it is Texts",
     "inside": "it is model.network.inside",
     "SampleConfig": "it is SamplingParams",
+    "parallel_fill": "it is wavefront_fill(..., rule=Parallel())",
     "Ticket": "it is the number that Engine.submit returns",
 }
 """Names that `dlm_jax` had, by what they are now."""

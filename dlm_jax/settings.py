@@ -229,10 +229,6 @@ class Rule:
     def check_canvas(cls, row: Any, facts: Any, is_open: np.ndarray) -> None:
         """Raises ValueError for a canvas, given by its open positions, that is not supported."""
 
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        """Raises ValueError for settings of a row that cannot be traced and replayed."""
-
     def is_active(self) -> jax.Array:
         """bool ``[B]``, True for rows that use the rule, that is, have a non-neutral setting."""
         is_set = []

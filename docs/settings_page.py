@@ -8,7 +8,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterable
 
-from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.program import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, GEN_LENGTH
 from dlm_jax.settings import ABOVE_ZERO, FINITE, INT_LIMIT, Setting
 

@@ -16,10 +16,9 @@ from dlm_jax.sampling.commit import CommitRule, LowConfidence, RandomOrder
 from dlm_jax.sampling.commit.orders import cosine_quota
 from dlm_jax.sampling.edits import EditRule
 from dlm_jax.sampling.loop import Advance, start
-from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.program import TIES, Program, RowParams
 from dlm_jax.sampling.propose import FillRule, Parallel
 from dlm_jax.sampling.remask import RemaskRule, Renoise
-from dlm_jax.sampling.row import TIES, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.state import State
 from dlm_jax.sampling.transforms import Chain, LogitBias, Temperature, chain

@@ -19,9 +19,8 @@ import numpy as np
 from dlm_jax.data import CharacterTokenizer
 from dlm_jax.sampling.loop import Advance, start
 from dlm_jax.sampling.params import params_of
-from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.program import Program, RowParams
 from dlm_jax.sampling.propose import SamplerReadout
-from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, RuleTable, with_rules
 from dlm_jax.structured import Structures
 from dlm_jax.types import Network, Params

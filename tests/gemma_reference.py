@@ -21,7 +21,7 @@ from transformers.models.diffusion_gemma import generation_diffusion_gemma as th
 
 import dlm_jax
 from dlm_jax.randomness import key_of
-from dlm_jax.sampling import draw
+from dlm_jax.sampling import vocab
 from dlm_jax.sampling.remask import RENOISE_SALT
 
 
@@ -44,7 +44,7 @@ class Noise:
         key = jax.random.split(jax.random.fold_in(self._key, step), 3)[0]
         places = np.arange(begin, begin + len(logits_LV))
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, places)
-        return np.asarray(draw.draw(jnp.asarray(logits_LV), keys))
+        return np.asarray(vocab.draw(jnp.asarray(logits_LV), keys))
 
     def _tokens(self, key: jax.Array) -> np.ndarray:
         rule_key = jax.random.split(key, 3)[1]

@@ -58,8 +58,7 @@ CASES: dict[str, dict[str, str]] = {
     }
     for i, order in enumerate(ORDERS)
     for j, remask in enumerate(REMASKS)
-    if j == 0
-    or (j == (i % 3 or 1 + i // 3 % 2) and not issubclass(BUILT_IN.commit[order], NoiseRule))
+    if j == 0 or ((i % 3 or i // 3 % 2) and not issubclass(BUILT_IN.commit[order], NoiseRule))
 }
 """Every order without remasking and with one of the remask rules, which take turns."""
 
@@ -70,7 +69,7 @@ HEADS: dict[str, dict[str, str]] = {
     for order, remask, schedule, fill, by in (
         ("random", "none", "linear", "wavefront", "confidence"),
         ("low_confidence", "scheduled", "all", "wavefront", "critic"),
-        ("left_to_right", "scheduled_threshold", "linear", "wavefront", "critic"),
+        ("left_to_right", "scheduled", "linear", "wavefront", "critic"),
         ("ancestral", "scheduled", "linear", "wavefront", "confidence"),
         ("threshold", "scheduled", "linear", "parallel", "critic"),
         ("entropy_bound", "scheduled", "all", "wavefront", "confidence"),
@@ -91,7 +90,7 @@ EDITS: dict[str, dict[str, Any]] = {
         ("left_to_right", "scheduled", "linear", "parallel", 0.0, "cosine", "uncertainty"),
         ("margin", "none", "all", "parallel", 0.3, "linear", "uncertainty"),
         ("ancestral", "none", "linear", "wavefront", 0.0, "cosine", "uncertainty"),
-        ("threshold", "scheduled_threshold", "linear", "parallel", 0.1, "cosine", "uncertainty"),
+        ("threshold", "scheduled", "linear", "parallel", 0.1, "cosine", "uncertainty"),
         ("entropy_bound", "none", "all", "parallel", 0.0, "cosine", "uncertainty"),
         ("left_to_right", "none", "all", "parallel", 0.0, "cosine", "likelihood"),
     )
@@ -188,9 +187,7 @@ def samples(name: str, count: int, seed: int = 0) -> list[SamplingParams]:
             **_decoders(np.random.default_rng([300 + seed, index]), index, table),
             remask_start=float(rng.uniform(0.3, 0.9)),
             remask_end=float(rng.uniform(0.0, 0.3)),
-            remask_randomness=float(rng.uniform(0.0, 0.5)),
             sampler_min_neighbors_ratio=(0.01, 0.3, 1.0)[index % 3],
-            sampler_spread_seeds=index % 2 == 1,
             sampler_even_odd=index % 4 > 1,
             sampler_one_sided=index % 3 == 1,
             sampler_temperature=(1.0, 0.6)[index % 2],
@@ -276,7 +273,6 @@ def _edits(rng: np.random.Generator, index: int) -> dict[str, Any]:
         "delete_lambda": float(rng.uniform(0.0, 1.0)),
         "cooldown_distance": index % 3,
         "edit_token": ("space", "mask")[index % 2],
-        "overflow": ("trim", "refuse")[index // 2 % 2],
         "length_target_mode": ("none", "to_max_new")[(0, 0, 1, 0, 1, 1, 0, 1)[index % 8]],
         "renoise": ("space", "mask", "random")[index % 3],
     }
@@ -325,7 +321,7 @@ def make_state(
     )
     remask = defined["Doubtful"](jnp.array([s.remask_end for s in settings], jnp.float32))
     state = canvases.make_state(rows, rule, remask=remask, positions=positions)
-    softened = defined["Softened"](jnp.array([s.remask_randomness for s in settings], jnp.float32))
+    softened = defined["Softened"](jnp.array([s.remask_start for s in settings], jnp.float32))
     chained = chain(state.rules.chain, softened)
     rules = state.rules._replace(chain=chained)
     chain_state = chained.start(visible_context(state, mask_id=toy.MASK))

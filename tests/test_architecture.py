@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -114,7 +115,8 @@ def _public() -> set[str]:
     modules = re.findall(r"^\| `(dlm_jax[.\w]+)` \|", page, re.MULTILINE)
     found = {f"dlm_jax.{name}" for name in dlm_jax.__all__}
     for module in modules:
-        names = vars(importlib.import_module(module))
+        names = vars(importlib.import_module(module)).items()
+        names = [name for name, value in names if not isinstance(value, ModuleType)]
         found |= {module, *(f"{module}.{name}" for name in names if not name.startswith("_"))}
     return found
 
@@ -234,7 +236,7 @@ def test_no_two_modules_and_no_two_classes_share_a_name():
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
-@pytest.mark.parametrize("name", ["vocab", "draw", "positions"])
+@pytest.mark.parametrize("name", ["vocab", "positions"])
 def test_passes_over_the_vocabulary_import_no_rules(name):
     tree = ast.parse((PACKAGE / "sampling" / f"{name}.py").read_text())
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

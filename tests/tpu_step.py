@@ -17,8 +17,7 @@ from dlm_jax.distributed.partitions import axes_of, shardings
 from dlm_jax.model.transformer import build
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance, start
-from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.program import Program, RowParams
 from dlm_jax.sampling.rules import ModelFacts
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax import CommitRule, per_row, rule
-from dlm_jax.sampling.propose import Constrained, FillInput, FillOutput
-from dlm_jax.sampling.rule_tools import (
+from dlm_jax.sampling import (
     GIVEN,
     NEVER,
     SAMPLER_TEMPERATURE,
@@ -24,6 +23,7 @@ from dlm_jax.sampling.rule_tools import (
     put,
     right_of,
 )
+from dlm_jax.sampling.propose import Constrained, FillInput, FillOutput
 from dlm_jax.settings import require
 
 

@@ -20,10 +20,7 @@ from dlm_jax import (
     rule,
     static,
 )
-from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
-from dlm_jax.sampling.remask import RemaskContext
-from dlm_jax.sampling.rule_tools import (
+from dlm_jax.sampling import (
     CONFIDENCE,
     SCHEDULE,
     THRESHOLD,
@@ -38,7 +35,10 @@ from dlm_jax.sampling.rule_tools import (
     maximum,
     place_of_largest,
     reaches,
+    vocab,
 )
+from dlm_jax.sampling.commit import CommitContext, DrawnTokens, Proposal
+from dlm_jax.sampling.remask import RemaskContext
 from dlm_jax.settings import SettingError, check_ids, require
 
 __all__ = [
@@ -506,7 +506,7 @@ class Credit(_Decoder):
         ids_NK, credit_NK = state_N
         logits_NV = logits_NV.astype(jnp.float32)
         logprob_NV = jax.nn.log_softmax(logits_NV)
-        best_id_N1 = vocab.argmax(logprob_NV, vocab.TOLERANCE)[:, None]
+        best_id_N1 = vocab.argmax(logprob_NV)[:, None]
         best_N1 = jnp.take_along_axis(logprob_NV, best_id_N1, axis=1)
         credit_NK = self.decay_B[drawn.row_N][:, None] * credit_NK
         # The credit is written to the slot of the id, or else to the slot with the least credit.

@@ -28,7 +28,7 @@ from dlm_jax import Network
 from dlm_jax.contrib import loops
 from dlm_jax.objectives.corruption import mask_independently, stratified_times
 from dlm_jax.objectives.losses import Loss, at_positions
-from dlm_jax.sampling.rule_tools import key_of
+from dlm_jax.sampling import key_of
 from dlm_jax.settings import require
 from dlm_jax.training import Batch, problem
 

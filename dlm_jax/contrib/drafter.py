@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dlm_jax import CachedTrunk, Model, Network
+from dlm_jax.sampling import key_of
 from dlm_jax.sampling.propose import SamplerReadout
-from dlm_jax.sampling.rule_tools import key_of
 from dlm_jax.settings import check_ids
 
 GROUP = "drafter_head"

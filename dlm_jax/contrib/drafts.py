@@ -23,13 +23,7 @@ from dlm_jax import (
 )
 from dlm_jax.contrib.drafter import Drafter, Params
 from dlm_jax.contrib.speculative import accept, chain_probabilities, check_chain
-from dlm_jax.sampling import draw as drawing
-from dlm_jax.sampling.commit import CommitContext, Proposal
-from dlm_jax.sampling.forward import forward
-from dlm_jax.sampling.positions import TrunkOutput
-from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.propose import FillInput, FillOutput, Parallel
-from dlm_jax.sampling.rule_tools import (
+from dlm_jax.sampling import (
     GIVEN,
     NEVER,
     at_places,
@@ -38,7 +32,13 @@ from dlm_jax.sampling.rule_tools import (
     place_of_largest,
     put,
     salted,
+    vocab,
 )
+from dlm_jax.sampling.commit import CommitContext, Proposal
+from dlm_jax.sampling.forward import forward
+from dlm_jax.sampling.positions import TrunkOutput
+from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.propose import FillInput, FillOutput, Parallel
 from dlm_jax.sampling.state import (
     State,
     end_step,
@@ -301,7 +301,7 @@ class Drafted(CommitRule):
             is_accepted_N, other_N = accept(p_NV, q_NV, draft_N, key_N)
             is_accepted_N = is_draft_N & (is_accepted_N | ~self.is_verified_B[row_N])
             token_N = jnp.where(is_accepted_N, draft_N, other_N)
-            logprob_N = drawing.log_prob(clean_NV, token_N)
+            logprob_N = vocab.log_prob(clean_NV, token_N)
             is_fine_N = jnp.isfinite(logprob_N) & jnp.any(p_NV > 0, axis=1)
             new = Verified(is_accepted_N, is_draft_N, token_N, logprob_N, is_fine_N)
             return put(done, places_N, is_real_N, new)
@@ -384,4 +384,5 @@ class Drafted(CommitRule):
         if self.draft_by in ("parallel", "markov"):
             return (Parallel() if self.draft_by == "parallel" else Markov()), fill
         waves = Wavefront if self.draft_by == "waves" else FreeWaves
-        return waves(0.01 * ones_B, no_B, no_B, ones_B, no_B), fill
+        rule = waves(0.01 * ones_B, no_B, temperature_B=ones_B, is_one_sided_B=no_B)
+        return rule, fill

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax import RemaskRule, Setting, fact, per_row, rule
+from dlm_jax.sampling import NoiseSchedule, log_each, visible_shares
 from dlm_jax.sampling.commit import Ancestral, CommitContext, uniform
 from dlm_jax.sampling.remask import RemaskContext
-from dlm_jax.sampling.rule_tools import NoiseSchedule, log_each, visible_shares
-from dlm_jax.settings import SettingError, reads, require
+from dlm_jax.settings import reads, require
 
 __all__ = ["AncestralRemdm", "RemdmCap", "RemdmConf"]
 
@@ -100,10 +100,8 @@ class RemdmConf(RemdmCap):
 
     about = "like remdm_cap, with higher probability for unlikely tokens"
 
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        why = "has no trace: its probabilities depend on the parameters through earlier steps"
-        raise SettingError("remask", cls.name, why, "use remask='remdm_cap'")
+    # The probabilities depend on the parameters through earlier steps, so there is no trace.
+    log_prob = RemaskRule.log_prob
 
     def chance(
         self, most_B: jax.Array, is_old_BL: jax.Array, probability_BL: jax.Array

@@ -28,7 +28,7 @@ import numpy as np
 from dlm_jax import Model, Network, Status, replay, sampler
 from dlm_jax.contrib import loops
 from dlm_jax.objectives.losses import Loss, cross_entropy, hidden_of
-from dlm_jax.sampling.rule_tools import key_of
+from dlm_jax.sampling import key_of
 from dlm_jax.settings import SettingError, require
 from dlm_jax.training import Batch, Task, problem
 

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dlm_jax import FillRule, LogitTransform, rule
-from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling import at_places, fold, logits, put, salted, steps_needed, vocab
 from dlm_jax.sampling.propose import FillInput, FillOutput, Parallel
-from dlm_jax.sampling.rule_tools import at_places, fold, logits, put, salted, steps_needed
 from dlm_jax.sampling.transforms import At, Chain
 from dlm_jax.settings import UNSET, SettingError, require, require_values
 
@@ -126,8 +125,8 @@ def _verified(
         made = (
             is_accepted_N,
             other_N,
-            drawing.log_prob(true_NV, draft_N),
-            drawing.log_prob(true_NV, other_N),
+            vocab.log_prob(true_NV, draft_N),
+            vocab.log_prob(true_NV, other_N),
         )
         return put(found, places_N, is_real_N, made)
 
@@ -157,14 +156,14 @@ def accept(
     rest_NV = jnp.maximum(p_NV - q_NV, 0.0)
     # If the residual max(p - q, 0) rounds to zero, p and q are equal.
     is_any_N1 = jnp.any(rest_NV > 0, axis=1, keepdims=True)
-    other_N = drawing.draw(jnp.log(jnp.where(is_any_N1, rest_NV, p_NV)), two[:, 1])
+    other_N = vocab.draw(jnp.log(jnp.where(is_any_N1, rest_NV, p_NV)), two[:, 1])
     return uniform_N * q_N < p_N, other_N
 
 
 def chain_probabilities(chain: Chain, chain_state: Any, logits_NV: jax.Array, at: At) -> jax.Array:
     """The probabilities after a chain; one-hot for a greedy row, zeros if no id is possible."""
     final_NV = chain.apply(chain_state, logits_NV, at)
-    best_NV = jax.nn.one_hot(drawing.argmax(final_NV), final_NV.shape[1])
+    best_NV = jax.nn.one_hot(vocab.argmax(final_NV), final_NV.shape[1])
     is_greedy_N1 = chain.is_greedy(at)[:, None]
     is_possible_N1 = jnp.max(final_NV, axis=1, keepdims=True) > -jnp.inf  # False for NaN
     all_NV = jnp.where(is_greedy_N1, best_NV, jax.nn.softmax(final_NV, axis=1))

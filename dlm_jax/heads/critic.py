@@ -18,7 +18,7 @@ from dlm_jax.objectives.losses import Loss
 from dlm_jax.objectives.objective import Drawn, Head
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.positions import TrunkOutput
-from dlm_jax.sampling.propose import parallel_fill, wavefront_fill
+from dlm_jax.sampling.propose import Parallel, Wavefront, wavefront_fill
 from dlm_jax.sampling.rules import AUTO
 from dlm_jax.types import Network, Params, live_positions, packed, unpacked
 
@@ -158,24 +158,18 @@ def fill_holes(
             begin_B = jnp.arange(length.size) * shown_BL.shape[1]
             output = output._replace(at_BL=index_BL - begin_B[:, None])
         canvas = params, output, shown_BL, jax.vmap(key_of)(seed_B.reshape(-1))
-        shared: dict[str, Any] = {
-            "network": network,
-            "is_open_BL": is_hole_BL,
-            "length_B": length_B,
-            "banned_ids": banned_ids,
-        }
-        if in_waves:
-            is_live_BL = live_positions(length_B, shown_BL.shape[1])
-            fill = wavefront_fill(
-                *canvas,
-                is_seen_BL=is_live_BL & (shown_BL != mask_id),
-                ratio=sample.sampler_min_neighbors_ratio,
-                # As in sampling.
-                is_alternating=sample.sampler_even_odd or sample.fill == AUTO,
-                **shared,
-            )
-        else:
-            fill = parallel_fill(*canvas, **shared)
+        # As in sampling.
+        is_even_first = sample.sampler_even_odd or sample.fill == AUTO
+        waves = Wavefront(sample.sampler_min_neighbors_ratio, is_alternating_B=is_even_first)
+        fill = wavefront_fill(
+            *canvas,
+            rule=waves if in_waves else Parallel(),
+            network=network,
+            is_open_BL=is_hole_BL,
+            length_B=length_B,
+            is_seen_BL=live_positions(length_B, shown_BL.shape[1]) & (shown_BL != mask_id),
+            banned_ids=banned_ids,
+        )
         tokens_BL = fill.proposal.tokens_BL
         return packed(tokens_BL, length) if length.ndim == 2 else tokens_BL
 

@@ -16,7 +16,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "diffusion_gemma": {
         "gen_length": 256, "steps": 48, "temperature": 0.8, "temperature_end": 0.408333333,
         "order": "entropy_renoise", "entropy_bound": 0.1, "renoise_stop": 0.005,
-        "stop_at_eos": True, "cache": "exact", "ties": "lower",
+        "cache": "exact", "ties": "lower",
     },
 }  # fmt: skip
 PRESETS["greedy"] = PRESETS["diffusion_gemma"] | {"temperature": 0.0, "temperature_end": -1.0}

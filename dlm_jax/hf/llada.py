@@ -26,8 +26,8 @@ LLADA2: dict[str, dict[str, Any]] = {
     # generate of LLaDA2.0, with 32 steps per block of 32 tokens.
     "llada2": {
         "gen_length": 256, "steps": 288, "temperature": 0.0, "order": "threshold",
-        "threshold": 0.95, "threshold_above": True, "confidence": "sampled", "stop_at_eos": True,
-        "cache": "exact", "ties": "lower",
+        "threshold": 0.95, "threshold_above": True, "confidence": "sampled", "cache": "exact",
+        "ties": "lower",
     },
 }  # fmt: skip
 # generate of LLaDA2.1: 32 steps per block, and up to 16 further steps that rewrite tokens.

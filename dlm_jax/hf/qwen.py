@@ -186,7 +186,7 @@ def _family(
 
 
 _GREEDY = {"temperature": 0.0, "ties": "lower"}
-_IN_BLOCKS = _GREEDY | {"stop_at_eos": True, "cache": "exact"}
+_IN_BLOCKS = _GREEDY | {"cache": "exact"}
 _SAMPLED = _IN_BLOCKS | {"confidence": "sampled", "gen_length": 128, "steps": 132}
 
 DREAM: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request, require_count
 from dlm_jax.inference.results import Row, canvas_size
 from dlm_jax.inference.slots import Bucket, Entry, Slots, compiled_loop, slot_count
-from dlm_jax.sampling.row import Counters
+from dlm_jax.sampling.program import Counters
 from dlm_jax.settings import SettingError
 from dlm_jax.types import Status
 

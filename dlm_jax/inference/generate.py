@@ -35,9 +35,8 @@ from dlm_jax.inference.request import (
 from dlm_jax.inference.results import Row, Texts, texts_of
 from dlm_jax.sampling.forward import ready, with_cache
 from dlm_jax.sampling.loop import run_steps, start, step
-from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.program import Counters, Program
 from dlm_jax.sampling.replay import Trace, replayed, trace_of
-from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import State
 from dlm_jax.settings import UNSET, SettingError, require
 from dlm_jax.types import Network, Params, first_eos, live_positions
@@ -195,8 +194,8 @@ def chain_report(model: Model, *, host_sampler: HostSampler | None = None, **set
     The arguments are those of `generate`.
     """
     sample = settings_of_call(model, settings)
-    chain = sample.table.chain_columns([sample], model.facts)
-    lines = [f"{name}: device" for name in dict.fromkeys(chain.names)]
+    first = ("bans", "structure") if sample.table.named("structure", sample) else ("bans",)
+    lines = [f"{name}: device" for name in (*first, *sample.chain)]
     last = "draw: device"
     if host_sampler is not None:
         name = getattr(host_sampler, "__name__", type(host_sampler).__name__)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from dlm_jax import devices
 from dlm_jax.distributed.partitions import num_shares, split_rows
-from dlm_jax.sampling import draw, vocab
+from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit import Proposal
 from dlm_jax.sampling.edits.edit_rule import places as all_places
 from dlm_jax.sampling.mask_step import StepProposal, commit_step, fill_input, propose_step
@@ -305,7 +305,7 @@ def _read(
     drawable_PV = read(places_P, jnp.ones(places_P.shape, bool))
     final_PV = fill.chain.apply(fill.chain_state, drawable_PV, at).astype(jnp.float32)
     tokens_P = filled.proposal.tokens_BL.reshape(-1)[places_P]
-    probability_P = jnp.exp(draw.log_prob(final_PV, tokens_P))
+    probability_P = jnp.exp(vocab.log_prob(final_PV, tokens_P))
     count_P, _ = vocab.count_and_entropy(final_PV)
     top_PK, ids_PK = vocab.largest(final_PV, size)
     ids_PK = jnp.where(top_PK > -jnp.inf, ids_PK, final_PV.shape[1]).astype(jnp.int32)

@@ -16,7 +16,6 @@ import numpy as np
 from dlm_jax.data import NO_MASK, Tokenizer
 from dlm_jax.inference.host import HostSampler, shown
 from dlm_jax.inference.model import Model
-from dlm_jax.sampling.blocks import steps_needed
 from dlm_jax.sampling.commit.orders import QuotaRule
 from dlm_jax.sampling.params import (
     SamplingParams,
@@ -24,8 +23,9 @@ from dlm_jax.sampling.params import (
     layered,
     resolve,
 )
+from dlm_jax.sampling.positions import steps_needed
+from dlm_jax.sampling.program import RowParams
 from dlm_jax.sampling.propose import Constrained, FillRule, Parallel
-from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import AUTO, BUILT_IN, ModelFacts, Rules, RuleTable, with_rules
 from dlm_jax.sampling.transforms import TopK
 from dlm_jax.sampling.transforms.structure import automaton_of
@@ -351,14 +351,14 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
     The parameters are host arrays, which are passed directly to compiled functions. Separate
     transfers to the device would take most of the time needed to refill a slot.
 
-    A row ends at its EOS, because tokens after EOS would be discarded. Edits can still move EOS, so
-    a row with edits ends at EOS only with ``stop_at_eos``.
+    A row ends at its EOS, because tokens after EOS would be discarded. A row
+    with edits goes on, because edits can still move EOS.
     """
     samples = [request.sample for request in requests]
     rows = RowParams.columns(samples, facts)
     rows = replace(
         rows,
-        stops_at_eos_B=rows.stops_at_eos_B | ~np.array([sample.edits for sample in samples]),
+        stops_at_eos_B=~np.array([sample.edits for sample in samples]),
         seed_B=np.array([request.seed for request in requests], np.uint32),
         capacity_B=np.array([request.capacity for request in requests], np.int32),
     )

@@ -14,8 +14,8 @@ from dlm_jax.data import HubTokenizer, Tokenizer
 from dlm_jax.inference.host import Written
 from dlm_jax.inference.model import Model
 from dlm_jax.inference.request import Request
+from dlm_jax.sampling.program import Counters
 from dlm_jax.sampling.replay import Trace, joined
-from dlm_jax.sampling.row import Counters
 from dlm_jax.settings import UNSET, require
 from dlm_jax.types import Status, first_eos
 

@@ -22,9 +22,8 @@ from dlm_jax.inference.request import Request, columns
 from dlm_jax.inference.results import Row
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.loop import Advance, start
-from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.program import Counters, Program, RowParams
 from dlm_jax.sampling.replay import trace_of
-from dlm_jax.sampling.row import Counters, RowParams
 from dlm_jax.sampling.rules import ModelFacts, Rules
 from dlm_jax.sampling.state import State
 from dlm_jax.types import Params, Status

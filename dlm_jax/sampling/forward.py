@@ -16,8 +16,7 @@ from dlm_jax.devices import platform
 from dlm_jax.sampling.commit.commit_rule import attention_blocks
 from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.positions import TrunkOutput, group_size, hidden, place_of_largest
-from dlm_jax.sampling.program import Program
-from dlm_jax.sampling.row import Counters
+from dlm_jax.sampling.program import Counters, Program
 from dlm_jax.sampling.state import State
 from dlm_jax.types import CachedTrunk, Params, Window, live_positions
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dlm_jax.sampling.blocks import CurrentBlock
+from dlm_jax.sampling.positions import CurrentBlock
 from dlm_jax.settings import Rule, Setting, fact, per_row, reads, require, require_values, rule
 
 
@@ -153,7 +153,6 @@ class Dual(KVCache):
     def read(
         self, block: CurrentBlock, first_B: jax.Array, num_positions: int
     ) -> tuple[jax.Array, jax.Array, int]:
-        """A window of the block."""
         end_B = jnp.minimum(block.end_B, num_positions)
         return block.begin_B, end_B, min(self.block_length, num_positions)
 

@@ -50,7 +50,12 @@ class Advance:
         num_ends: int | np.int32 | jax.Array = _NEVER,
     ) -> State:
         """The state after up to `num_steps` more steps, or after `num_ends` rows have ended."""
-        state = self._jitted(params, state, *map(_on_device, (num_steps, num_ends)))
+        # An explicit transfer, which `jax.transfer_guard("disallow")` allows.
+        steps, ends = (
+            jax.device_put(np.int32(limit)) if isinstance(limit, int) else limit
+            for limit in (num_steps, num_ends)
+        )
+        state = self._jitted(params, state, steps, ends)
         self.has_run = True
         return state
 
@@ -101,8 +106,8 @@ def step(program: Program, params: Params, state: State) -> State:
     of MASK. The parameters must be in the layout that `dlm_jax.sampling.forward.ready` returns.
     """
     rule = state.rules.commit
-    if rule.step is not None:
-        return rule.step(program, params, state)
+    if own_step := getattr(rule, "step", None):
+        return own_step(program, params, state)
     is_noise = isinstance(rule, NoiseRule)
     return (noise_step if is_noise else mask_step).step(program, params, state)
 
@@ -119,8 +124,3 @@ def run_steps(
         origin_BL = places(state.edits.origin_BL)
         state = state._replace(edits=state.edits._replace(origin_BL=origin_BL))
     return advance(functools.partial(step, program), params, state, num_steps, num_ends)
-
-
-def _on_device(limit: int | np.int32 | jax.Array) -> np.int32 | jax.Array:
-    # The transfer is explicit, because `jax.transfer_guard("disallow")` allows only explicit ones.
-    return jax.device_put(np.int32(limit)) if isinstance(limit, int) else limit

@@ -14,23 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dlm_jax.sampling.blocks import choose
 from dlm_jax.sampling.commit.commit_rule import CommitContext, CommitRule, head_of
-from dlm_jax.sampling.commit.orders import show_confidence
-from dlm_jax.sampling.edits.edit_rule import EditContext
+from dlm_jax.sampling.edits.edit_rule import EditContext, gain_of_edits, read_logprobs
 from dlm_jax.sampling.edits.moves import PositionMap, moved, moved_boundary, position_map_of
-from dlm_jax.sampling.edits.scores import read_logprobs
-from dlm_jax.sampling.edits.trial import gain_of_edits
 from dlm_jax.sampling.forward import forward, read_head
-from dlm_jax.sampling.positions import TrunkOutput
-from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.positions import TrunkOutput, choose
+from dlm_jax.sampling.program import Counters, Program
 from dlm_jax.sampling.propose.fill import FillInput, FillOutput
 from dlm_jax.sampling.remask import RENOISE_SALT, RemaskContext
-from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import (
     EDITED,
     State,
-    check_choice,
     commit_tokens,
     end_step,
     move_state,
@@ -46,7 +40,7 @@ from dlm_jax.sampling.state import (
 )
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
-from dlm_jax.types import Canvas, Params, left_of, live_positions, right_of
+from dlm_jax.types import Canvas, Params, left_of, live_positions, returned, right_of
 
 
 class StepProposal(NamedTuple):
@@ -159,8 +153,8 @@ def commit_step(
     is_stepping_B, is_last_B = state.is_stepping_B, state.block.is_last_step_B
 
     # Commit. The last step of a block fills every hole.
-    result = rule.select(before, context, proposal)
-    chosen_BL, after = check_choice(result, rule, shape, before)
+    chosen_BL, after = rule.select(before, context, proposal)
+    returned(chosen_BL, rule, "select", "B, L", shape, bool)
     chosen_BL |= is_mask_BL & is_last_B[:, None]
     is_committed_BL = is_open_BL & chosen_BL & is_finite_B[:, None]
     choice_B = None
@@ -201,8 +195,8 @@ def commit_step(
             key_B=step_keys(state)[2],
         )
         before = state.remask_state
-        result = remask_rule.select(before, remask)
-        chosen_BL, after = check_choice(result, remask_rule, shape, before)
+        chosen_BL, after = remask_rule.select(before, remask)
+        returned(chosen_BL, remask_rule, "select", "B, L", shape, bool)
         chosen_BL &= remask.is_open_BL
         if choice_B is not None:
             choice_B += remask_rule.log_prob(before, remask, chosen_BL)
@@ -223,7 +217,6 @@ def commit_step(
             is_written=is_committed_BL,
             logprobs=jnp.where(is_drawn_BL, filled.draw_logprob_BL, 0.0),
             entropy=jnp.where(is_drawn_BL, filled.entropy_BL, 0.0),
-            confidence=jnp.where(is_drawn_BL, show_confidence(rule, proposal.confidence_BL), 0.0),
             level=filled.level_BL,
             choice_logprobs=choice_B,
         )
@@ -327,9 +320,8 @@ def apply_renoise(program: Program, state: State) -> State:
         )
 
     is_free_BL = state.is_free_BL & state.is_stepping_B[:, None]
-    ratio_B = renoise.ratio(state.step_B, state.row.steps_B)
-    key_B = step_keys(state, salt=RENOISE_SALT)[0]
-    rows = renoise, state.rules.chain, state.canvas.tokens_BL, is_free_BL, ratio_B, key_B
+    of_step = state.step_B, state.row.steps_B, step_keys(state, salt=RENOISE_SALT)[0]
+    rows = renoise, state.rules.chain, state.canvas.tokens_BL, is_free_BL, *of_step
     new_BL, is_hit_BL = program.by_rows(write)(None, rows)
     return overwrite(state, is_hit_BL, new_BL, mask_id=program.mask_id)
 

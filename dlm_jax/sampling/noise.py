@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.randomness import salted
-from dlm_jax.sampling import draw
+from dlm_jax.sampling import vocab
 from dlm_jax.sampling.commit.commit_rule import DrawnTokens, OrderRule, Proposal, WithState, uniform
 from dlm_jax.sampling.commit.orders import (
     ENTROPY_BOUND,
@@ -75,10 +75,11 @@ class NoiseRule(OrderRule, ABC):
             "cache": ("none", "exact"),
             "guidance": (0.0,),
             "structure": ("",),
+            "edit": (False,),
+            "renoise_start": (0.0,),
+            "renoise_end": (0.0,),
         }
         require_values(row, supported, why)
-        for name, is_on in (("edit", row.edits), ("renoise_start", row.renoises)):
-            require(not is_on, name, getattr(row, name), why, "leave it at its default")
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
@@ -173,8 +174,13 @@ class Posterior(NoiseRule):
             text_BL = jnp.where(context.is_noise_BL, text_B1 / number_B1, 0.0)
             return jnp.where(is_mask_BL, mask_B1, text_BL)
 
+        # Noise levels at the start and at the end of the step.
+        steps_B = context.steps_B.astype(jnp.float32)
+        t_B = self.start_B * (1.0 - context.step_B / steps_B)
+        s_B = self.start_B * jnp.maximum(1.0 - (context.step_B + 1) / steps_B, 0.0)
+        t_B, s_B = self.schedule.masked_ratio(t_B), self.schedule.masked_ratio(s_B)
+
         # Unnormalised probabilities of a clean token, of new noise and of the current token.
-        t_B, s_B = self._levels(context)
         now, then = (
             jax.tree.map(lambda share_B: share_B[:, None], self.process.shares(level_B))
             for level_B in (t_B, s_B)
@@ -194,13 +200,6 @@ class Posterior(NoiseRule):
         is_noise_BL = ~is_clean_BL & (place_BL < upto_BL)
         tokens_BL = jnp.where(is_noise_BL, self._noise(context, s_B), context.tokens_BL)
         return NoiseUpdate(tokens_BL, is_clean_BL), state
-
-    def _levels(self, context: NoiseContext) -> tuple[jax.Array, jax.Array]:
-        """Noise levels at the start and at the end of the step, ``[B]`` each."""
-        steps_B = context.steps_B.astype(jnp.float32)
-        t_B = self.start_B * (1.0 - context.step_B / steps_B)
-        s_B = self.start_B * jnp.maximum(1.0 - (context.step_B + 1) / steps_B, 0.0)
-        return self.schedule.masked_ratio(t_B), self.schedule.masked_ratio(s_B)
 
     def _noise(self, context: NoiseContext, level_B: jax.Array) -> jax.Array:
         """Noise ``[B, L]`` at a level: MASK, or random ids that can be written in the row."""
@@ -254,7 +253,7 @@ class EntropyRenoise(NoiseRule):
 
     def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> WithState:
         before_N, _ = state_N
-        return certainty(logits_NV, drawn.logprob_N), (draw.argmax(logits_NV), before_N)
+        return certainty(logits_NV, drawn.logprob_N), (vocab.argmax(logits_NV), before_N)
 
     def update(
         self, state: Any, context: NoiseContext, proposal: Proposal

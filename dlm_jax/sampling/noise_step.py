@@ -13,14 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.randomness import salted
-from dlm_jax.sampling.blocks import choose
 from dlm_jax.sampling.commit.commit_rule import uniform
 from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.mask_step import draw_candidates, writable_ids
 from dlm_jax.sampling.noise import NoiseContext, NoiseRule
-from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.positions import choose
+from dlm_jax.sampling.program import Counters, Program
 from dlm_jax.sampling.remask import RENOISE_SALT, random_ids
-from dlm_jax.sampling.row import Counters
 from dlm_jax.sampling.state import (
     State,
     commit_tokens,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dlm_jax.sampling.noise import NoiseRule
-from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import (
     BUILT_IN,
     SLOTS,
@@ -43,7 +42,6 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_values(self, self.declared)
-        RowParams.check(self)
         self.table.check(self)
 
     @property
@@ -109,8 +107,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "variable_length": {
         "edit": True, "edit_scoring": "uncertainty", "edit_token": "space",
         "edit_schedule": "cosine", "insert_ratio_start": 0.04, "insert_ratio_end": 0.0,
-        "delete_ratio_start": 0.04, "delete_ratio_end": 0.0, "insert_margin": 0.0,
-        "delete_margin": 0.02, "delete_lambda": 0.3, "cooldown_distance": 1, "overflow": "trim",
+        "delete_ratio_start": 0.04, "delete_ratio_end": 0.0,
+        "delete_margin": 0.02, "delete_lambda": 0.3, "cooldown_distance": 1,
         "length_target_mode": "none", "resample": True, "order": "random", "schedule": "all",
         "fill": "parallel", "remask": "none", "block_length": 0, "cache": "none",
     },

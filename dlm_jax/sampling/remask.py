@@ -19,12 +19,11 @@ from dlm_jax.sampling.commit.commit_rule import (
     StepRule,
     WithState,
     certain,
-    exceeds,
     most,
     uniform,
 )
-from dlm_jax.sampling.row import check_space, ratio_at
-from dlm_jax.settings import Rule, Setting, per_row, require, require_head, rule, static
+from dlm_jax.sampling.program import check_space, ratio_at
+from dlm_jax.settings import Rule, Setting, per_row, require_head, rule, static
 
 RENOISE_SALT = 0x6E6F6973
 RENOISE_TOKENS = ("space", "mask", "random")
@@ -84,9 +83,8 @@ class Scheduled(RemaskRule):
     """Remasks the tokens that are most likely wrong, fewer at each step.
 
     Before step i of N (i >= 1), the fraction ``r = start - (start - end) i / (N - 1)`` of the
-    block's unfrozen positions is remasked. Tokens are ranked by their score ``(1 - m) w + m u``,
-    called wrongness, with randomness m and a uniform random number u. Here w is the output of the
-    critic, or 1 minus the probability that the token had when it was drawn.
+    block's unfrozen positions is remasked. Tokens are ranked by the output of the critic, or by 1
+    minus the probability that the token had when it was drawn.
     """
 
     about = "remasks the share of tokens with the highest wrongness"
@@ -98,14 +96,11 @@ class Scheduled(RemaskRule):
     end_B: jax.Array = per_row(
         Setting("remask_end", 0.05, "scheduled: share before the last step", 0.0, 1.0)
     )
-    randomness_B: jax.Array = per_row(
-        Setting("remask_randomness", 0.0, "scheduled: share of randomness", 0.0, 1.0)
-    )
     needs: tuple[str, ...] = static(
         Setting(
             "remask_by",
             "confidence",
-            "scheduled: wrongness by the probability of the token or by the critic",
+            "scheduled: by the probability of the token or by the critic",
             choices={"confidence": (), "critic": ("head:critic",)},
         )
     )
@@ -119,11 +114,6 @@ class Scheduled(RemaskRule):
         if row.remask_by == "critic":
             require_head("critic", facts, "remask_by", "critic", "use remask_by='confidence'")
 
-    @classmethod
-    def check_trace(cls, row: Any) -> None:
-        why, share = "has no trace: its choice has no closed form", row.remask_randomness
-        require(share == 0, "remask_randomness", share, why, "use remask_randomness=0")
-
     def is_active(self) -> jax.Array:
         return (self.start_B > 0) | (self.end_B > 0)
 
@@ -131,48 +121,17 @@ class Scheduled(RemaskRule):
         step = context.step
         share_B = (step.step_B + 1).astype(jnp.float32) / jnp.maximum(step.steps_B - 1, 1)
         ratio_B = self.start_B - (self.start_B - self.end_B) * jnp.minimum(share_B, 1.0)
-        mix_B1 = self.randomness_B[:, None]
-        chance_BL = uniform(context.key_B, context.is_open_BL.shape[1])
+        count_B = jnp.floor(ratio_B * context.num_free_B + 1e-3).astype(jnp.int32)
         if context.wrong_BL is None:
-            wrong_BL, right_BL = -jnp.expm1(context.logprob_BL), context.probability_BL
-            right_BL = (1.0 - mix_B1) * right_BL + mix_B1 * (1.0 - chance_BL)
+            score_BL = jnp.log(-jnp.expm1(context.logprob_BL)) - jnp.log(context.probability_BL)
         else:
             # The difference of 1 and the output of the critic is not accurate near 0.
-            wrong_BL, right_BL = context.wrong_BL, jnp.ones_like(chance_BL)
-        wrong_BL = (1.0 - mix_B1) * wrong_BL + mix_B1 * chance_BL
-        is_worst_BL = self.worst(wrong_BL, right_BL, ratio_B, context)
+            score_BL = jnp.log(context.wrong_BL)
+        is_worst_BL = most(score_BL, context.is_open_BL, count_B, step.preference_BL, 1.0)
         return is_worst_BL & self.is_active()[:, None], state
 
-    def worst(
-        self, wrong_BL: jax.Array, right_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext
-    ) -> jax.Array:
-        """True at the open tokens with the highest wrongness, compared by ``ln(wrong / right)``;
-        `ratio_B` determines their number.
-        """
-        count_B = jnp.floor(ratio_B * context.num_free_B + 1e-3).astype(jnp.int32)
-        score_BL = jnp.log(wrong_BL) - jnp.log(right_BL)
-        return most(score_BL, context.is_open_BL, count_B, context.step.preference_BL, 1.0)
 
-
-@rule
-class ScheduledThreshold(Scheduled):
-    """Remasks the tokens with wrongness above ``1 - r``; r and wrongness are as in `Scheduled`.
-
-    A block without such tokens is finished.
-    """
-
-    about = "remasks all tokens whose wrongness is above a threshold"
-
-    def worst(
-        self, wrong_BL: jax.Array, right_BL: jax.Array, ratio_B: jax.Array, context: RemaskContext
-    ) -> jax.Array:
-        """True where wrongness is above the threshold."""
-        return exceeds(wrong_BL, 1.0 - ratio_B[:, None], 1.0)
-
-
-REMASK_RULES: Mapping[str, type[RemaskRule]] = {
-    rule.name: rule for rule in (Scheduled, ScheduledThreshold)
-}
+REMASK_RULES: Mapping[str, type[RemaskRule]] = {Scheduled.name: Scheduled}
 """Remask rules, keyed by the value of ``remask``. The value ``none`` selects no rule."""
 
 
@@ -200,12 +159,6 @@ class Renoise(Rule):
         return max(row.renoise_start, row.renoise_end) > 0
 
     @classmethod
-    def check(cls, row: Any) -> None:
-        is_rewritten = row.renoise == "mask" or row.resample or row.remasks
-        why = "writes tokens that no rule rewrites"
-        require(is_rewritten, "renoise", row.renoise, why, "use renoise='mask', or resample=True")
-
-    @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
         if row.renoise == "space":
             check_space("renoise", row, facts, "writes")
@@ -213,15 +166,12 @@ class Renoise(Rule):
     def is_active(self) -> jax.Array:
         return (self.start_B > 0) | (self.end_B > 0)
 
-    def ratio(self, step_B: jax.Array, steps_B: jax.Array) -> jax.Array:
-        """float32 ``[B]``, the fraction of tokens overwritten before the step with this index."""
-        return ratio_at(self.start_B, self.end_B, step_B, steps_B, schedule="cosine")
-
     def write(
         self,
         tokens_BL: jax.Array,
         is_free_BL: jax.Array,
-        ratio_B: jax.Array,
+        step_B: jax.Array,
+        steps_B: jax.Array,
         key_B: jax.Array,
         *,
         mask_id: int,
@@ -230,11 +180,12 @@ class Renoise(Rule):
     ) -> tuple[jax.Array, jax.Array]:
         """The tokens that are written before the forward pass of a step, and where.
 
-        `is_free_BL` is True at the unfrozen positions of the block, in rows that take the step.
-        `is_text` returns an array ``[B, V]`` that is True at the ids allowed as random tokens. MASK
-        is used in rows without such ids.
+        `is_free_BL` is True at the unfrozen positions of the block, in rows that take the step,
+        which has the index `step_B` of `steps_B`. `is_text` returns an array ``[B, V]`` that is
+        True at the ids allowed as random tokens. MASK is used in rows without such ids.
         """
         is_token_BL = is_free_BL & (tokens_BL != mask_id)
+        ratio_B = ratio_at(self.start_B, self.end_B, step_B, steps_B, schedule="cosine")
         count_B = jnp.floor(ratio_B * jnp.sum(is_token_BL, axis=1) + 1e-3).astype(jnp.int32)
         keys_B2 = jax.vmap(jax.random.split)(key_B)
         num_positions = tokens_BL.shape[1]

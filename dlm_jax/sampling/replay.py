@@ -16,9 +16,8 @@ from dlm_jax import devices
 from dlm_jax.sampling.forward import forward
 from dlm_jax.sampling.mask_step import fill_input
 from dlm_jax.sampling.positions import at_places
-from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.program import Program, RowParams
 from dlm_jax.sampling.propose.wavefront import head_chunk
-from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.state import State, start, visible_context
 from dlm_jax.settings import pytree
@@ -45,7 +44,6 @@ class Trace:
         whose selection depends only on the tokens.
       entropy: float32 ``[B, S, L]``, entropy in nats of the head's logits before the chain, at
         drawn tokens.
-      confidence: float32 ``[B, S, L]``, the commit rule's confidence, at drawn tokens.
       level: int32 ``[B, S, L]``, level of each drawn token in `dlm_jax.Wavefront`.
       length: int32 ``[B]``, number of live positions.
       is_frozen: True ``[B, L]`` at given tokens and beyond the length.
@@ -66,7 +64,6 @@ class Trace:
     logprobs: Any
     choice_logprobs: Any
     entropy: Any
-    confidence: Any
     level: Any
     length: Any
     is_frozen: Any
@@ -94,17 +91,8 @@ class Trace:
         cut = {name: getattr(self, name)[:, :num_steps] for name in _BY_STEP}
         return replace(self, **cut, width=width)
 
-    def writings(self, row: int) -> np.ndarray:
-        """The written tokens of one row, in order, as a structured array with the fields ``step``,
-        ``position``, ``token`` and ``logprob``.
-        """
-        step, position = np.nonzero(np.asarray(self.is_written[row]))
-        kind = np.dtype([("step", "i4"), ("position", "i4"), ("token", "i4"), ("logprob", "f4")])
-        token, logprob = (np.asarray(x[row])[step, position] for x in (self.tokens, self.logprobs))
-        return np.array([*zip(step, position, token, logprob, strict=True)], kind)
 
-
-_BY_STEP = [field.name for field in dataclasses.fields(Trace)][:8]
+_BY_STEP = [field.name for field in dataclasses.fields(Trace)][:7]
 """The fields with an axis of steps."""
 
 

@@ -17,9 +17,9 @@ from dlm_jax.sampling.commit.orders import NoiseSchedule
 from dlm_jax.sampling.edits import EDIT_RULES, EditRule
 from dlm_jax.sampling.kv_cache import KV_CACHES, Exact, KVCache
 from dlm_jax.sampling.noise import NOISE_RULES, NoiseProcess, NoiseRule
+from dlm_jax.sampling.program import ROW_SETTINGS
 from dlm_jax.sampling.propose import FILL_RULES, Constrained, FillRule
 from dlm_jax.sampling.remask import REMASK_RULES, RemaskRule, Renoise
-from dlm_jax.sampling.row import ROW_SETTINGS
 from dlm_jax.sampling.transforms import TRANSFORMS, Chain, LogitBias, LogitTransform, chain
 from dlm_jax.sampling.transforms.structure import Structure
 from dlm_jax.sampling.transforms.transform import refuse_memory
@@ -96,12 +96,7 @@ class Rules(NamedTuple):
 
 AUTO = "auto"
 """Value of ``fill`` that selects a fill according to the model's heads."""
-IGNORE_EOS = Setting(
-    "ignore_eos",
-    False,
-    "ban every id that ends a generation; a recommended stop_at_eos no longer holds beside it",
-    resets=("stop_at_eos",),
-)
+IGNORE_EOS = Setting("ignore_eos", False, "ban every id that ends a generation")
 EDIT = Setting(
     "edit", False, "insert and delete tokens between steps, which changes the lengths of rows"
 )
@@ -241,8 +236,7 @@ class RuleTable:
     def check(self, row: Any) -> None:
         """Raises ValueError for contradictory settings of a row."""
         why = f"moves tokens, which cache={row.cache!r} does not support"
-        is_fine = row.cache == "none" or not row.edits
-        require(is_fine, "edit", True, why, "use cache='none'")
+        require(row.cache == "none" or not row.edits, "edit", True, why, "use cache='none'")
         why = f"computes no attention maps, which order={row.order!r} requires"
         is_fine = row.cache == "none" or not attention_blocks(self.commit[row.order].needs)
         require(is_fine, "cache", row.cache, why, "use cache='none'")
@@ -270,31 +264,28 @@ class RuleTable:
     def steps_itself(self, row: Any) -> bool:
         """Whether a row takes another step than that of MASK, which a host cannot join."""
         order = self.commit[row.order]
-        return issubclass(order, NoiseRule) or order.step is not None
+        return issubclass(order, NoiseRule) or hasattr(order, "step")
 
     def check_trace(self, row: Any) -> None:
         """Raises ValueError for settings of a row without a trace. A replay computes exact values,
         without a cache, of draws whose distributions the rules define.
         """
-        why = "has no trace: it also writes tokens that are not candidates"
-        require(not self.steps_itself(row), "order", row.order, why, "leave trace out")
+        is_exact = row.cache == "none" or issubclass(self.cache[row.cache], Exact)
+        for is_fine, name, why in (
+            (not self.steps_itself(row), "order", "it also writes tokens that are not candidates"),
+            (not row.edits, "edit", "edits are not random draws"),
+            (not row.renoises, "renoise_start", "re-noise writes tokens that are not drawn"),
+            (is_exact, "cache", "a replay computes exact values"),
+        ):
+            value = getattr(row, name)
+            require(is_fine, name, value, f"has no trace: {why}", "leave it at its default")
         for slot, undefined in _TRACED:
             rule, name = self.named(slot, row), undefined.__name__
             is_defined = rule is None or getattr(rule, name) is not undefined
             selector, why = SLOTS[slot].selector, f"has no trace: it does not define {name}()"
             value = getattr(row, selector)
             require(is_defined, selector, value, why, "define it, or use another rule")
-        why = "has no trace, because edits are not random draws"
-        require(not row.edits, "edit", True, why, "use edit=False")
-        why = "has no trace, because it writes tokens that are not drawn"
-        remedy = "use renoise_start=0 and renoise_end=0, and remask instead"
-        require(not row.renoises, "renoise_start", row.renoise_start, why, remedy)
-        why = "has no trace, because a replay computes exact values"
-        is_exact = row.cache == "none" or issubclass(self.cache[row.cache], Exact)
-        require(is_exact, "cache", row.cache, why, "use cache='none'")
         refuse_memory(row, "has no trace, because it depends on the parameters")
-        for rule in self.of(row):
-            rule.check_trace(row)
 
     def static(self, row: Any) -> tuple[Any, ...]:
         """The static settings of the rules of a row."""
@@ -320,13 +311,9 @@ class RuleTable:
         """
         pairs = [[(token, -math.inf) for token in self.banned(row, facts)] for row in rows]
         first = self.named("structure", rows[0])
-        classes = [("structure", first)] if first else []
-        classes += [(name, self.transforms[name]) for name in rows[0].chain]
-        return chain(
-            LogitBias.of_pairs(pairs, facts.vocab_size),
-            *(cls.columns(rows, facts) for _, cls in classes),
-            names=("bans", *(name for name, _ in classes)),
-        )
+        classes = (*([first] if first else []), *self.chained(rows[0]))
+        bans = LogitBias.of_pairs(pairs, facts.vocab_size)
+        return chain(bans, *(cls.columns(rows, facts) for cls in classes))
 
     def in_use(self, row: Any) -> tuple[str, ...]:
         """The names of the non-neutral transforms in a row's chain.

@@ -15,20 +15,25 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.randomness import key_of
-from dlm_jax.sampling.blocks import CurrentBlock, choose, first_block, next_block
 from dlm_jax.sampling.commit.commit_rule import preferences
 from dlm_jax.sampling.edits.edit_rule import EditState, start_edits
 from dlm_jax.sampling.edits.moves import PositionMap, moved
 from dlm_jax.sampling.kv_cache import CacheState
 from dlm_jax.sampling.noise import NoiseRule
-from dlm_jax.sampling.positions import belongs_to_positions, place_of_largest
-from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.positions import (
+    CurrentBlock,
+    belongs_to_positions,
+    choose,
+    first_block,
+    next_block,
+    place_of_largest,
+)
+from dlm_jax.sampling.program import TIES, Counters, Program, RowParams
 from dlm_jax.sampling.propose.fill import FillOutput
-from dlm_jax.sampling.row import TIES, Counters, RowParams
 from dlm_jax.sampling.rules import Rules
 from dlm_jax.sampling.transforms.chain import Chain
 from dlm_jax.sampling.transforms.transform import Context
-from dlm_jax.types import Canvas, Status, first_eos, live_positions, returned
+from dlm_jax.types import Canvas, Status, first_eos, live_positions
 
 EDITED = -2
 """Value used instead of a step number for tokens written by an edit or re-noise."""
@@ -163,7 +168,6 @@ def start_records(tokens_BL: jax.Array, num_steps: int) -> dict[str, jax.Array]:
         "logprobs": zeros,
         "choice_logprobs": zeros[:, :, 0],
         "entropy": zeros,
-        "confidence": zeros,
         "level": none + 1,
     }
 
@@ -286,7 +290,8 @@ def end_step(
         jnp.any(is_hole_BL, axis=1), place_of_largest(is_hole_BL), canvas.length_B
     )
     final_B = jnp.where(changes_B, behind_B, first_hole_B)
-    is_whole_B = steps_B & is_finite_B & state.row.stops_at_eos_B
+    stops_B = True if state.row.stops_at_eos_B is None else state.row.stops_at_eos_B
+    is_whole_B = steps_B & is_finite_B & stops_B
     is_given_BL = canvas.frozen_BL & live_positions(canvas.length_B, is_hole_BL.shape[1])
     is_whole_B &= first_eos(canvas.tokens_BL, is_given_BL, program.eos_ids) < final_B
 
@@ -333,18 +338,3 @@ def _map_positions(
         return change(old, fresh) if belongs_to_positions(old, shape[1]) else old
 
     return jax.tree.map(one, state, rule.init(*shape)) if jax.tree.leaves(state) else state
-
-
-def check_choice(result: Any, rule: Any, shape: tuple[int, ...], before: Any) -> tuple[Any, Any]:
-    """The choice ``[B, L]`` and the state that `select` of a rule returned; a `ValueError` that
-    names the rule if they have another form.
-    """
-    by = f"{type(rule).__name__}.select returned"
-    if not (isinstance(result, tuple) and len(result) == 2):
-        raise ValueError(
-            f"{by} a {type(result).__name__}; return a pair of the result and the state"
-        )
-    after, expected = jax.tree.structure(result[1]), jax.tree.structure(before)
-    if after != expected:
-        raise ValueError(f"{by} a state {after}; return the arrays of init, {expected}")
-    return returned(result[0], rule, "select", "B, L", shape, bool), result[1]

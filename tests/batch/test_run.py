@@ -174,7 +174,7 @@ def test_bad_lines_are_told_by_number_and_the_rest_is_done(tmp_path):
         ({"block_length": "4"}, "block_length='4' is not an integer"),
         ({"logit_bias": 5}, "logit_bias=5 is not a mapping from ids to"),
         ({"chain": [3]}, "chain=(3,) is not a list of names; for example, use ["),
-        ({"stop_at_eos": 1}, "stop_at_eos=1 is not a bool"),
+        ({"ignore_eos": 1}, "ignore_eos=1 is not a bool"),
         ({"steps": 3_000_000_000}, "steps=3000000000 is outside [1, 2147483647]"),
         ({"template": "A <hole:99999999999999>"}, "is a gap of 99999999999999"),
         ({"max_length": 10_000_000}, "max_length=10000000"),

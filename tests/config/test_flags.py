@@ -59,20 +59,3 @@ def test_a_flag_of_a_number_still_wants_one():
         _parse("--model.depth")
     with pytest.raises(ValueError, match="--model.qkv_bias='perhaps' is not true or false"):
         _parse("--model.qkv_bias", "perhaps")
-
-
-def test_a_given_ignore_eos_and_a_recommended_stop_at_eos_exclude_each_other(tmp_path):
-    path = tmp_path / "config.toml"
-    bans, stops = {"ignore_eos": True}, {"stop_at_eos": True}
-    for first, second in ((bans, stops), (stops, bans)):
-        resolved = configs.resolve(first, second)
-        (name,), (other,) = second, first
-        assert getattr(resolved, name) and not getattr(resolved, other)
-        path.write_text(f"[sample]\n{other} = true\n")
-        for value in ("true", "false"):
-            loaded = configs.load(str(path), {f"sample.{name}": value}).sample
-            assert getattr(loaded, name) == (value == "true") != getattr(loaded, other)
-        # False excludes nothing.
-        assert getattr(configs.resolve(first, {name: False}), other)
-        both = configs.resolve(first | second)
-        assert both.ignore_eos and both.stop_at_eos

@@ -3,7 +3,6 @@
 import importlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import toy_model
 
@@ -49,9 +48,7 @@ def test_a_module_of_rules_an_object_and_a_list_are_the_same():
     def text(**settings):
         return dlm_jax.generate(toy_model.MODEL, ["A "], **ASKED | settings).texts[0]
 
-    rule = decoders.LocalLeap(
-        *(np.array([x]) for x in (0.9, 0.3, 2))  # type: ignore[arg-type]
-    )
+    rule = decoders.LocalLeap(0.9, 0.3, 2)  # type: ignore[arg-type]
     named = {"order": "local_leap", "leap_threshold": 0.3, "leap_radius": 2}
     whole = text(rules=decoders, **named)
     assert whole == text(rules=[remdm, decoders.LocalLeap], **named) == text(commit=rule)

@@ -221,7 +221,7 @@ def test_fields_that_it_does_not_implement_are_refused_by_name(both, tmp_path, f
 
 LOOP = {
     "order": "entropy_renoise", "gen_length": 3 * CANVAS, "steps": 12, "temperature": 0.0,
-    "temperature_end": -1.0, "entropy_bound": 4.0, "renoise_stop": 3.0, "stop_at_eos": True,
+    "temperature_end": -1.0, "entropy_bound": 4.0, "renoise_stop": 3.0,
     "ties": "lower", "cache": "exact", "max_length": 32,
 }  # fmt: skip
 PROMPTS = ((3, 9, 1), (7,), (2, 0, 5, 11, 25, 6, 8, 20, 1, 4), (12, 29))

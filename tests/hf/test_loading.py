@@ -298,7 +298,7 @@ def test_a_recommendation_that_is_no_value_is_refused_by_file_and_name(tmp_path,
         {"top_p": 0.9},
         {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2, "gen_length": 10, "steps": 7},
         {"temperature": 0.0, "order": "entropy", "gen_length": 0, "logit_bias": ((3, -math.inf),)},
-        {"chain": ("temperature", "top_k"), "confidence_of": "filtered", "stop_at_eos": True},
+        {"chain": ("temperature", "top_k"), "confidence_of": "filtered"},
     ],
 )
 @pytest.mark.parametrize("name", ["llada", "dream", "sdar"])

@@ -261,6 +261,6 @@ def test_llada21_writes_and_rewrites_what_its_own_loop_does(models, patience, ca
     _compare(
         model, wanted, block=32, steps=200, order="joint_threshold", threshold=0.6,
         threshold_above=True, rewrite_threshold=0.35, rewrite_steps=patience, temperature=0.0,
-        stop_at_eos=True, cache=cache,
+        cache=cache,
     )  # fmt: skip
     assert sum(rewritten) > 0

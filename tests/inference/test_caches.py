@@ -40,7 +40,6 @@ EXACT = {
     "refined": {"order": "low_confidence", "schedule": "all", "remask": "scheduled", "steps": 16},
     "resampled": {"order": "threshold", "resample": True, "steps": 12},
     "renoised": {"order": "random", "renoise": "mask", "renoise_start": 0.3, "steps": 24},
-    "until EOS": {"order": "low_confidence", "stop_at_eos": True},
     "guided": {"order": "low_confidence", "guidance": 1.0},
     "rewritten": {"order": "joint_threshold", "threshold": 0.2, "rewrite_threshold": 0.1,
                   "rewrite_steps": 2, "steps": 40},
@@ -64,7 +63,7 @@ def test_every_rule_writes_beside_finished_blocks_what_it_writes_without_a_cache
     theirs = dlm_jax.generate(BLOCKS, PROMPTS, **settings)
     _same(ours, theirs)
     # A row that ends at an early EOS has few blocks to gain from.
-    settings |= {"ignore_eos": True, "stop_at_eos": False}
+    settings |= {"ignore_eos": True}
     ours = dlm_jax.generate(BLOCKS, PROMPTS, cache="exact", **settings)
     theirs = dlm_jax.generate(BLOCKS, PROMPTS, **settings)
     assert ours.counters.positions.sum() < (theirs.forwards * theirs.lengths).sum()

@@ -12,9 +12,8 @@ from dlm_jax.config import SamplingParams
 from dlm_jax.inference.host import HostLoop
 from dlm_jax.sampling.commit import LeftToRight
 from dlm_jax.sampling.loop import start
-from dlm_jax.sampling.program import Program
+from dlm_jax.sampling.program import Program, RowParams
 from dlm_jax.sampling.propose import Parallel
-from dlm_jax.sampling.row import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts, Rules
 from dlm_jax.types import Status
 

@@ -246,12 +246,12 @@ def test_a_function_of_logits_is_a_transform_and_takes_part_in_no_other_row():
 def test_read_back_of_a_fill_of_ones_own_gives_the_distribution_of_its_draws():
     settings = {"rules": [Flat], "fill": "flat", "seed": 3, "gen_length": 6, "steps": 3}
     read = dlm_jax.generate(MODEL, ["The "], read_back=True, **settings).read_back[0]
-    traced = dlm_jax.generate(MODEL, ["The "], trace=True, **settings).trace.writings(0)
+    traced = dlm_jax.generate(MODEL, ["The "], trace=True, **settings).trace
     found = {
         (r.place, r.token): r.candidates.logprobs[np.asarray(r.candidates.ids) == r.token][0]
         for r in read
     }
     assert len(found) == 6
-    for writing in traced:
-        place = int(writing["position"]), int(writing["token"])
-        np.testing.assert_allclose(found[place], writing["logprob"], rtol=1e-4, atol=1e-6)
+    for step, place in np.argwhere(traced.is_written[0]):
+        token, logprob = traced.tokens[0, step, place], traced.logprobs[0, step, place]
+        np.testing.assert_allclose(found[place, token], logprob, rtol=1e-4, atol=1e-6)

@@ -38,8 +38,9 @@ def _told(reader, *rows):
     return [[one for one in pieces if one != ("", False)] for pieces in told]
 
 
-def test_from_left_to_right_what_stands_before_the_first_hole_is_told_at_once():
-    reader = TextReader(MODEL, _request(order="left_to_right"))
+@pytest.mark.parametrize("order", ["left_to_right", "random"])
+def test_what_stands_before_the_first_hole_is_told_at_once(order):
+    reader = TextReader(MODEL, _request(order=order))
     told = _told(
         reader, _row("A ________"), _row("A The_____"), _row("A The ca__"),
         _row("A The cat.", status=Status.DONE),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dlm_jax.inference.results import Row
-from dlm_jax.sampling.row import Counters
+from dlm_jax.sampling.program import Counters
 from dlm_jax.types import Status
 
 PAD = 9

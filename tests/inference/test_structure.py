@@ -15,7 +15,7 @@ import dlm_jax
 from dlm_jax.config import SamplingParams
 from dlm_jax.data import ByteTokenizer, CharacterTokenizer
 from dlm_jax.inference.request import make_requests
-from dlm_jax.sampling.blocks import steps_needed
+from dlm_jax.sampling.positions import steps_needed
 from dlm_jax.structured import Structures
 
 TOKENIZER, PATTERNS = constrained.TOKENIZER, constrained.PATTERNS[:4]
@@ -36,19 +36,6 @@ def test_a_recommended_ignore_eos_no_longer_holds_beside_a_structure():
     for settings, ignores in (({}, True), ({"structure": "a+"}, False)):
         (request,) = make_requests(model, "ab", {"gen_length": 24} | settings)
         assert request.sample.ignore_eos == ignores
-
-
-@pytest.mark.parametrize("name", ["ignore_eos", "stop_at_eos"])
-def test_of_ignore_eos_and_stop_at_eos_the_given_one_holds_in_calls_and_prompts(name):
-    other = {"ignore_eos": "stop_at_eos", "stop_at_eos": "ignore_eos"}[name]
-    sample = dataclasses.replace(MODEL.sample, **{other: True})
-    model = dataclasses.replace(MODEL, sample=sample)
-    given = {name: True}
-    for prompt, settings in (
-        ("ab", given), ({"prompt": "ab"} | given, {}), ({"prompt": "ab"} | given, {other: True}),
-    ):  # fmt: skip
-        (request,) = make_requests(model, prompt, {"gen_length": 4} | settings)
-        assert getattr(request.sample, name) and not getattr(request.sample, other)
 
 
 @pytest.mark.parametrize(

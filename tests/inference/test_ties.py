@@ -14,9 +14,8 @@ ORDERS = tuple(BUILT_IN.settings["order"].choices or ())
 ORDERS = tuple(order for order in ORDERS if order != "entropy_renoise")
 MORE = [
     {"order": "low_confidence", "temperature": 0.0, "temperature_end": 0.25, "confidence": "max"},
-    {"order": "low_confidence", "remask": "scheduled", "remask_randomness": 0.0},
-    {"order": "low_confidence", "fill": "wavefront", "sampler_spread_seeds": True,
-     "sampler_min_neighbors_ratio": 0.2},
+    {"order": "low_confidence", "remask": "scheduled"},
+    {"order": "low_confidence", "fill": "wavefront", "sampler_min_neighbors_ratio": 0.2},
     {"order": "random", "schedule": "all", "resample": True, "edit": True, "edit_token": "mask",
      "insert_ratio_start": 0.3},
     {"order": "entropy", "ties": "lower"},

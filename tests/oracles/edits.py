@@ -14,9 +14,8 @@ Choices where the texts are silent:
 - Whatever is protected, or cooling down, is passed over, and the budget goes to the next best.
 - Insertions and deletions do not exclude each other: both may happen at one place.
 - The length controller adds to the budgets, seeing the length before this step's edits, and what it
-  adds is made for any score: the text that fits has none, and would never shrink. The document's
-  own cap on its insertions is an overflow, judged like others after the deletions that were really
-  selected.
+  adds is made for any score: the text that fits has none, and would never shrink. A row that grows
+  by it never trims: its insertions are capped after the deletions that were really selected.
 - Edits happen in the document's order, insertions right to left before deletions left to right,
   so that an insertion just right of a deleted token is what moves into its place, and is marked.
 - Marks of earlier steps end when a step's edits are applied, also when there are none.
@@ -48,15 +47,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Params:
-    """What one row asks for in one step; `cooldown` 0 is off, not `trims` is refuse."""
+    """What one row asks for in one step; `cooldown` 0 is off."""
 
     insert_ratio: float = 0.0
     delete_ratio: float = 0.0
-    insert_margin: float = 0.0
     delete_margin: float = 0.02
     delete_lambda: float = 0.3
     cooldown: int = 1
-    trims: bool = True
     targets_length: bool = False
     capacity: int = 1 << 30
     target: int = 0
@@ -69,7 +66,7 @@ class Choice(NamedTuple):
     """A new token goes just before the token that is now at this position."""
     deletes: set[int]
     refused: int
-    """Insertions that would have been made, had there been room (never with `trims`)."""
+    """Insertions that would have been made, had there been room (in rows that grow to a target)."""
     margin: float
     """Distance of the closest decision, in float32 tolerances; below 1 it may go the other way."""
 
@@ -141,14 +138,12 @@ def _term(row: Sequence[Cell], own: Sequence[float], right: Sequence[float], i: 
     return _Term(0.0, -math.inf if b <= a and margin >= 0 else signed)
 
 
-def _gap_candidate(
-    row: Sequence[Cell], own: Sequence[float], i: int, margin: float, mask: int
-) -> _Candidate:
-    """The gap between i-1 and i: `1 - p` of its less certain side, less the margin."""
+def _gap_candidate(row: Sequence[Cell], own: Sequence[float], i: int, mask: int) -> _Candidate:
+    """The gap between i-1 and i: `1 - p` of its less certain side."""
     sides = [float(own[j]) for j in (i - 1, i) if _is_scored(row[j], mask)]
     if not sides or min(sides) >= 0:
-        return _Candidate(i, -margin, -math.inf, ())
-    score = 1 - math.exp(min(sides)) - margin
+        return _Candidate(i, 0.0, -math.inf, ())
+    score = 1 - math.exp(min(sides))
     return _Candidate(i, score, score, (min(sides),))
 
 
@@ -227,11 +222,11 @@ def select(
         found, worth, k_delete + shrink, shrink, params.delete_lambda
     )
     legal = [i for i in free if i > 0 and not (row[i - 1].frozen and row[i].frozen)]
-    gaps = [_gap_candidate(row, own_logp, i, params.insert_margin, mask) for i in legal]
+    gaps = [_gap_candidate(row, own_logp, i, mask) for i in legal]
     scored: _Worth = {c.position: (c.score, c.inputs) for c in gaps}
     wanted, wanted_closest = _best_or_due(gaps, scored, k_insert + grow, grow, 0.0)
     inserts, insert_closest = wanted, wanted_closest
-    if not params.trims:
+    if grow:
         room = max(0, params.capacity - (len(row) - len(deletes)))
         inserts, insert_closest = _best_or_due(
             gaps, scored, min(k_insert + grow, room), min(grow, room), 0.0

@@ -59,14 +59,6 @@ def scheduled_ratio(iteration: int, iterations: int, start: float, end: float) -
     return end if iterations == 1 else start - (start - end) * iteration / (iterations - 1)
 
 
-def wrongness(probability: float, uniform: float = 0.0, randomness: float = 0.0) -> float:
-    """How wrong a token looks, in [0, 1]: `(1-r) * (1-p) + r * uniform`.
-
-    `probability` is that of the token under the forward that proposed it.
-    """
-    return (1 - randomness) * (1 - probability) + randomness * uniform
-
-
 def worst(wrong: Sequence[float], may_remask: Sequence[bool], ratio: float) -> set[int]:
     """Tokens to remask: the `floor(ratio * n + 1e-3)` worst of the `n` that may be remasked.
 
@@ -76,8 +68,3 @@ def worst(wrong: Sequence[float], may_remask: Sequence[bool], ratio: float) -> s
     members = [i for i in range(len(may_remask)) if may_remask[i]]
     ranked = sorted(members, key=lambda i: (-wrong[i], i))
     return set(ranked[: count_of_ratio(ratio, len(members))])
-
-
-def above_threshold(wrong: Sequence[float], may_remask: Sequence[bool], ratio: float) -> set[int]:
-    """Tokens to remask in threshold mode: `wrongness > 1 - ratio`; with none, the row is done."""
-    return {i for i in range(len(may_remask)) if may_remask[i] and wrong[i] > 1 - ratio}

@@ -34,7 +34,6 @@ class Rule:
     """
 
     ratio: float = 0.01
-    is_spread: bool = False
     is_alternating: bool = False
     is_one_sided: bool = False
     temperature: float = 1.0
@@ -73,14 +72,6 @@ def islands(is_open: Sequence[bool]) -> list[list[int]]:
                 runs.append([])
             runs[-1].append(i)
     return runs
-
-
-def strata(members: Sequence[int], n: int) -> list[list[int]]:
-    """The members in `n` equal windows: that of rank r is `floor(r * n / len(members))`."""
-    windows: list[list[int]] = [[] for _ in range(n)]
-    for rank, i in enumerate(members):
-        windows[rank * n // len(members)].append(i)
-    return windows
 
 
 def certainty(clean_V: np.ndarray, banned: Collection[int]) -> float:
@@ -138,11 +129,7 @@ def choose_seeds(
             gaps.append(sure[order[n - 1]] - sure[order[n]])
 
     n = max(1, count_of_ratio(rule.ratio, len(members)))
-    if rule.is_spread:
-        for window in strata(members, n):
-            pick(window, 1)
-    else:
-        pick(members, n)
+    pick(members, n)
     for run in unreached:
         if not seeds & set(run):
             pick(run, 1)

@@ -13,7 +13,7 @@ from canvases import ROWS, Row, holes
 from oracles import commit as oracle
 
 from dlm_jax.config import SamplingParams
-from dlm_jax.sampling.blocks import first_block, next_block
+from dlm_jax.sampling.positions import first_block, next_block
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.types import Status
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import transform_cases as tc
 
-from dlm_jax.sampling import draw as drawing
+from dlm_jax.sampling import vocab
 from dlm_jax.sampling.positions import place_of_largest
 
 SIZES = (1, 2, 40, 2503)
@@ -18,7 +18,7 @@ def keys(seed: int, num: int) -> jax.Array:
     return jax.random.split(jax.random.key(seed), num)
 
 
-draw = jax.jit(drawing.draw)
+draw = jax.jit(vocab.draw)
 
 
 def counts_of(x: np.ndarray, num: int, seed: int) -> np.ndarray:
@@ -69,7 +69,7 @@ def test_a_tail_of_mass_1e_9_keeps_its_proportions():
     # the uniforms that reach it are rare, so they are made: the levels are drawn given the tail
     weight = jnp.asarray([[1e-9, 3e-9, 0.0, 1.0]], jnp.float32)
     uniforms = jnp.linspace(0, 4e-9, 401, dtype=jnp.float32)[:-1]
-    picked = jax.vmap(lambda u: drawing._pick(weight, u[None])[0])(uniforms)
+    picked = jax.vmap(lambda u: vocab._pick(weight, u[None])[0])(uniforms)
     shares = np.bincount(picked, minlength=4) / 400
     np.testing.assert_allclose(shares, [0.25, 0.75, 0, 0], atol=0.01)
 
@@ -88,7 +88,7 @@ def test_impossible_tokens_are_never_drawn(size):
 def test_a_position_without_candidates_gives_the_lowest_id():
     x = np.full((64, 40), -np.inf, np.float32)
     assert np.all(np.asarray(draw(x, keys(0, 64))) == 0)
-    assert np.all(np.asarray(drawing.argmax(jnp.asarray(x))) == 0)
+    assert np.all(np.asarray(vocab.argmax(jnp.asarray(x))) == 0)
 
 
 def test_a_token_depends_on_its_own_key_and_logits_wherever_it_stands():
@@ -105,35 +105,35 @@ def test_a_token_depends_on_its_own_key_and_logits_wherever_it_stands():
 def test_argmax_is_the_lowest_id_of_the_largest_logit(size):
     for seed, kind in enumerate(("normal", "ties", "banned", "huge", "equal", "signed_zero")):
         x = tc.logits(kind, seed, (64, size))
-        np.testing.assert_array_equal(jax.jit(drawing.argmax)(x), x.argmax(-1))
+        np.testing.assert_array_equal(jax.jit(vocab.argmax)(x), x.argmax(-1))
 
 
 @pytest.mark.parametrize("size", [2, 2503])
 def test_logits_that_only_rounding_tells_apart_are_ties_of_which_the_lowest_id_wins(size):
     x = np.zeros((4, size), np.float32)
     x[:, 0], x[:, -1] = 1.0, 1.0 + np.array([1e-6, 1e-4, -1e-6, -1e-4])
-    found = jax.jit(drawing.argmax)(x)
+    found = jax.jit(vocab.argmax)(x)
     np.testing.assert_array_equal(found, [0, size - 1, 0, 0])
-    np.testing.assert_array_equal(jax.jit(drawing.argmax)(100 * x), found)
+    np.testing.assert_array_equal(jax.jit(vocab.argmax)(100 * x), found)
 
 
 def test_choose_takes_the_argmax_of_greedy_positions_only():
     x, is_greedy = tc.logits("normal", 1, (64, 40)), np.arange(64) % 2 == 0
-    choose = jax.jit(drawing.choose_with)
-    ids = np.asarray(choose(x, drawing.noise(keys(0, 64)), is_greedy))
+    choose = jax.jit(vocab.choose_with)
+    ids = np.asarray(choose(x, vocab.noise(keys(0, 64)), is_greedy))
     np.testing.assert_array_equal(ids[is_greedy], x.argmax(-1)[is_greedy])
     drawn = np.asarray(draw(x, keys(0, 64)))
     np.testing.assert_array_equal(ids[~is_greedy], drawn[~is_greedy])
-    all_greedy = choose(x, drawing.noise(keys(1, 64)), np.ones(64, bool))
+    all_greedy = choose(x, vocab.noise(keys(1, 64)), np.ones(64, bool))
     np.testing.assert_array_equal(all_greedy, x.argmax(-1))
 
 
 def test_log_prob_is_that_of_the_softmax_and_not_finite_where_the_logits_are_not():
     x = tc.logits("normal", 1, (4, 40))
-    found = drawing.log_prob(jnp.asarray(x), jnp.arange(4))
+    found = vocab.log_prob(jnp.asarray(x), jnp.arange(4))
     np.testing.assert_allclose(found, jax.nn.log_softmax(x)[np.arange(4), np.arange(4)], rtol=1e-5)
     x[0, 3], x[1, 3], x[2] = np.nan, np.inf, -np.inf
-    out = np.asarray(drawing.log_prob(jnp.asarray(x), jnp.zeros(4, jnp.int32)))
+    out = np.asarray(vocab.log_prob(jnp.asarray(x), jnp.zeros(4, jnp.int32)))
     np.testing.assert_array_equal(np.isfinite(out), [False, False, False, True])
 
 

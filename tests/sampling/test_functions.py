@@ -14,6 +14,7 @@ from dlm_jax.inference.model import Model
 from dlm_jax.model.transformer import build
 from dlm_jax.randomness import key_of
 from dlm_jax.sampling.commit.commit_rule import preferences
+from dlm_jax.sampling.propose import Parallel
 
 LENGTH = 7
 
@@ -220,7 +221,7 @@ def test_a_step_of_the_loop_is_the_trunk_and_the_fill(fill):
             "settings": {"temperature": 0.8, "top_p": 0.9},
         }
         if fill == "parallel":
-            return dlm_jax.parallel_fill(*canvas, **shared)
+            return dlm_jax.wavefront_fill(*canvas, rule=Parallel(), **shared)
         # The positions of an empty canvas are equal, so the row's key for rules chooses the seeds.
         preference_BL = preferences(rule_key_B, jnp.zeros(3, bool), 64)
         return dlm_jax.wavefront_fill(*canvas, **shared, preference_BL=preference_BL)

@@ -2,17 +2,14 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import pytest
 import toy
 import toy_model
 
 import dlm_jax
-from dlm_jax import Setting, per_row, rule
+from dlm_jax import rule
 from dlm_jax.sampling.positions import hidden, logits
-
-FORGETS = Setting("forgets", 0.0, "asks for the rule", low=0.0, high=1.0)
 
 
 @rule
@@ -37,22 +34,11 @@ class Ranks(dlm_jax.CommitRule):
         return context.is_hole_BL, state
 
 
-@rule
-class Nothing(dlm_jax.RemaskRule):
-    """Forgets to return."""
-
-    forgets_B: jax.Array = per_row(FORGETS)
-
-    def select(self, state, context):
-        """None."""
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"commit": OnePerRow()}, r"OnePerRow.select returned bool \[\d+\]; return bool \[B, L\]"),
         ({"commit": Ranks()}, r"Ranks.score returned int32 \[\d+\]; return float32 \[N\]"),
-        ({"remask": Nothing(1.0)}, r"Nothing.select returned a NoneType; return a pair of the"),
     ],
 )
 def test_a_rule_that_returns_something_else_is_named(settings, said):

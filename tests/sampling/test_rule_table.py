@@ -146,12 +146,12 @@ def test_mirostat_replaces_truncations_and_greedy_skips_noise():
             "xtc_probability": 1.0}  # fmt: skip
     rows = [SamplingParams(mirostat=2, **loud), SamplingParams(mirostat=1, temperature=0.0, **loud)]
     chain = pack(rows, vocab_size=40)
-    active = {n: np.asarray(t.is_active()).tolist() for n, t in
-              zip(chain.names[:-1], chain.transforms[:-1], strict=True)}  # fmt: skip
+    named = zip(("bans", *rows[0].chain), chain.transforms, strict=True)
+    active = {name: np.asarray(t.is_active()).tolist() for name, t in named}
     for name in ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma"):
         assert active[name] == [False, True]
     assert active["xtc"] == [False, False]
-    assert np.asarray(chain.transforms[-1].is_active()).tolist() == [True, False]
+    assert active["mirostat"] == [True, False]
 
 
 ROWS = [

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from oracles import edits as oracle
 
-from dlm_jax.sampling.row import ratio_at
+from dlm_jax.sampling.program import ratio_at
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

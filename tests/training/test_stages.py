@@ -20,7 +20,7 @@ from dlm_jax.config import HeadsConfig, SamplingParams
 from dlm_jax.distributed.partitions import axes_of, shardings
 from dlm_jax.heads import CRITIC, MAIN, SAMPLER, critic
 from dlm_jax.objectives.objective import Drawn
-from dlm_jax.sampling.propose import SamplerReadout
+from dlm_jax.sampling.propose import Parallel, SamplerReadout, Wavefront
 from dlm_jax.store import load_meta
 from dlm_jax.training.tasks import Task
 from dlm_jax.training.train_step import TrainState, make_train_step
@@ -158,7 +158,7 @@ def _trace(task: Task, groups: tuple[str, ...]) -> None:
 def test_the_critic_learns_from_waves_once_the_sampler_head_trains(groups, monkeypatch):
     used = _spy(monkeypatch)
     _trace(_task(), groups)
-    assert list(used) == ["wavefront_fill" if SAMPLER in groups else "parallel_fill"]
+    assert [type(rule) for rule in used] == [Wavefront if SAMPLER in groups else Parallel]
 
 
 def test_the_waves_that_the_critic_learns_from_are_those_that_sampling_recommends(monkeypatch):
@@ -173,20 +173,19 @@ def test_the_waves_that_the_critic_learns_from_are_those_that_sampling_recommend
             banned_ids=toy.BANNED, in_waves=True,
         )  # fmt: skip
         jax.eval_shape(fill, toy.params_with_heads(), *rows)
-        assert used["wavefront_fill"]["is_alternating"] == alternates
-        assert used["wavefront_fill"]["ratio"] == given.sampler_min_neighbors_ratio
+        assert used[-1].is_alternating_B == alternates
+        assert used[-1].ratio_B == given.sampler_min_neighbors_ratio
 
 
-def _spy(monkeypatch) -> dict[str, dict[str, Any]]:
-    """The keyword arguments of the fills that the critic calls, by name."""
-    used = {}
-    for fill in (critic.parallel_fill, critic.wavefront_fill):
+def _spy(monkeypatch) -> list[Any]:
+    """The fills that the critic calls."""
+    used, fill = [], critic.wavefront_fill
 
-        def spied(*args, fill=fill, **settings):
-            used[fill.__name__] = settings
-            return fill(*args, **settings)
+    def spied(*args, rule, **settings):
+        used.append(rule)
+        return fill(*args, rule=rule, **settings)
 
-        monkeypatch.setattr(critic, fill.__name__, spied)
+    monkeypatch.setattr(critic, "wavefront_fill", spied)
     return used
 
 

@@ -120,15 +120,12 @@ class OrderRule(StepRule):
     """The rule that ``order`` selects: a `CommitRule`, or a `NoiseRule` for models of other noise.
 
     It can need ``attention:N``, the attention of the final N blocks of the Transformer, averaged
-    over blocks and heads, and ``candidates``, if its `score` stores values of the candidates.
-
-    Attributes:
-      step: None, or a method ``(program, params, state) -> state``, the rule's own step of the loop
-        (docs/own_rules.md).
+    over blocks and heads, and ``candidates``, if its `score` stores values of the candidates. If it
+    has a method ``step(program, params, state) -> state``, the loop calls it in place of the step
+    of MASK (docs/own_rules.md).
     """
 
     rewrites: Any = None
-    step: Any = None
 
     def score(self, state_N: Any, logits_NV: jax.Array, drawn: DrawnTokens) -> WithState:
         """The score of N tokens, float32 ``[N]``, and the new state of their positions."""
@@ -233,7 +230,7 @@ def log_odds(logprob: jax.Array) -> jax.Array:
     """``ln p - ln(1 - p)``, given ``ln p``.
 
     float32 probabilities near 1 are all equal, but their log-odds are not, if ``ln p`` is accurate
-    (see `dlm_jax.sampling.draw.log_prob`).
+    (see `dlm_jax.sampling.vocab.log_prob`).
     """
     return logprob - jnp.log(-jnp.expm1(logprob))
 
@@ -246,21 +243,20 @@ def log_odds_of(probability: jax.Array) -> jax.Array:
 _TIES_SALT = 0x74696573
 
 
-def reaches(
-    score: jax.Array, bound: jax.Array | float, scale: jax.Array | float = 0.0
-) -> jax.Array:
+_Number = jax.Array | float
+
+
+def reaches(score: jax.Array, bound: _Number, scale: _Number = 0.0) -> jax.Array:
     """True where a score is at least a bound; see `TOLERANCE`."""
     return score >= bound - _slack(bound, scale)
 
 
-def exceeds(
-    score: jax.Array, bound: jax.Array | float, scale: jax.Array | float = 0.0
-) -> jax.Array:
+def exceeds(score: jax.Array, bound: _Number, scale: _Number = 0.0) -> jax.Array:
     """True where a score is strictly above a bound; see `TOLERANCE`."""
     return score > bound + _slack(bound, scale)
 
 
-def _slack(bound: jax.Array | float, scale: jax.Array | float) -> jax.Array:
+def _slack(bound: _Number, scale: _Number) -> jax.Array:
     size = jnp.maximum(jnp.abs(bound), scale)
     return jnp.where(jnp.isfinite(size), TOLERANCE * size, 0.0)
 
@@ -283,7 +279,7 @@ def most(
     is_open_BL: jax.Array,
     count_B: jax.Array,
     preference_BL: jax.Array | None = None,
-    scale: jax.Array | float = 0.0,
+    scale: _Number = 0.0,
 ) -> jax.Array:
     """True at the `count_B` open positions with the highest scores in each row, or at all open
     positions if there are fewer.

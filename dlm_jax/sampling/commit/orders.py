@@ -26,16 +26,8 @@ from dlm_jax.sampling.commit.commit_rule import (
     reaches,
     uniform,
 )
-from dlm_jax.sampling.draw import log_prob
-from dlm_jax.settings import (
-    UNSET,
-    Setting,
-    fact,
-    per_row,
-    require,
-    rule,
-    static,
-)
+from dlm_jax.sampling.vocab import log_prob
+from dlm_jax.settings import UNSET, Setting, fact, per_row, require, rule, static
 
 Quota = Callable[[CommitContext], jax.Array]
 """``(context) -> int32 [B]``: the number of holes that each row commits at this step."""
@@ -173,19 +165,6 @@ class Confident(CommitRule):
             logits_NV = drawn.filter_logits()
             logprob_N = log_prob(logits_NV, drawn.ids_N)
         return self.confidence(logits_NV, logprob_N), state_N
-
-
-def show_confidence(rule: CommitRule, score: jax.Array) -> jax.Array:
-    """The values that traces record for the scores of a rule: the probability, the margin or the
-    negative entropy, if the score is one of the measures above or the default.
-    """
-    measure = rule.confidence if isinstance(rule, Confident) else None
-    if measure is certainty:
-        return -entropy(score)
-    if measure is margin:
-        return -jnp.expm1(-score)
-    is_default = measure is not None or type(rule).score is CommitRule.score
-    return jax.nn.sigmoid(score) if is_default else score
 
 
 class QuotaRule(CommitRule):
@@ -352,7 +331,11 @@ class Threshold(Confident):
 
     def select(self, state: Any, context: CommitContext, proposal: Proposal) -> WithState:
         is_hole_BL = self.eligible(state, context)
-        is_sure_BL = passes(proposal.confidence_BL, self.threshold_B, self.is_above_B)
+        cut_B1 = log_odds_of(self.threshold_B)[:, None]
+        is_over_BL, is_at_BL = (
+            by(proposal.confidence_BL, cut_B1, 1.0) for by in (exceeds, reaches)
+        )
+        is_sure_BL = jnp.where(self.is_above_B[:, None], is_over_BL, is_at_BL)
         least_BL = most(
             proposal.confidence_BL, is_hole_BL, self.least_B, context.preference_BL, 1.0
         )
@@ -421,15 +404,6 @@ class JointThreshold(Threshold):
         is_better_BL = exceeds(proposal.confidence_BL, cut_B1, 1.0)
         is_better_BL &= (written_BL >= 0) & (proposal.tokens_BL != written_BL)
         return is_chosen_BL | is_better_BL, state
-
-
-def passes(confidence_BL: jax.Array, threshold_B: jax.Array, is_above_B: jax.Array) -> jax.Array:
-    """True where the confidence, in log-odds, is at or above that of the threshold, or strictly
-    above it in rows with `is_above_B`.
-    """
-    cut_B1 = log_odds_of(threshold_B)[:, None]
-    is_over_BL, is_at_BL = (by(confidence_BL, cut_B1, 1.0) for by in (exceeds, reaches))
-    return jnp.where(is_above_B[:, None], is_over_BL, is_at_BL)
 
 
 def within_entropy(

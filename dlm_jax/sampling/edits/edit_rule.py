@@ -1,4 +1,6 @@
-"""Edit rules, which select the insertions and deletions of a step, and the state of edits."""
+"""Edit rules, which select the insertions and deletions of a step, their state, and what they read:
+the log-probabilities of the step's forward pass, and those of edited texts.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling.commit.commit_rule import StepRule
-from dlm_jax.sampling.edits.moves import Edits
-from dlm_jax.sampling.row import RowParams
-from dlm_jax.types import Canvas, live_positions
+from dlm_jax.sampling.edits.moves import Edits, moved, position_map_of
+from dlm_jax.sampling.positions import TrunkOutput, at_places, fold, hidden, logits, put
+from dlm_jax.sampling.program import Program, RowParams
+from dlm_jax.sampling.vocab import log_prob
+from dlm_jax.types import Canvas, Params, live_positions, right_of
+
+_CHUNK = 2048
+LEAST = -100.0
+"""Log-probability in nats that is assigned to impossible tokens. The value is finite, so that texts
+that share such a token can be compared."""
 
 
 class EditState(NamedTuple):
@@ -115,7 +124,6 @@ class EditContext(NamedTuple):
 
     @property
     def is_live_BL(self) -> jax.Array:
-        """True at positions of the row."""
         return live_positions(self.length_B, self.tokens_BL.shape[1])
 
     @property
@@ -146,3 +154,91 @@ class EditRule(StepRule, ABC):
         """The edits of each row, in terms of old positions, given the result of `score`. Only open
         positions can be edited.
         """
+
+
+def read_logprobs(
+    program: Program,
+    params: Params,
+    output: TrunkOutput,
+    total_BL: jax.Array,
+    best_id_BL: jax.Array | None,
+    tokens_BL: jax.Array,
+    is_read_BL: jax.Array,
+) -> jax.Array:
+    """float32 ``[2, B, L]`` or ``[3, B, L]``: log-probabilities in nats, at temperature 1, of the
+    token at each position, of its right neighbour, and of the most likely id, if it is given.
+
+    If the network supports it (`Network.logits_of`), only these logits are computed from the output
+    matrix, because the log-normaliser `total_BL` is already known. Each device reads its own rows.
+    `best_id_BL` is -1 where the id is banned; the third entry is then that of the token.
+    """
+    network = program.network
+
+    def read(params: Params, rows: tuple[Any, ...]) -> jax.Array:
+        output, total_BL, best_id_BL, tokens_BL, is_read_BL = rows
+        # The last position has no right neighbour. Its entry is never read.
+        ids = [tokens_BL, right_of(tokens_BL)]
+        if best_id_BL is not None:
+            ids.append(jnp.where(best_id_BL < 0, tokens_BL, best_id_BL))
+        ids_BLK = jnp.stack(ids, axis=2)
+
+        def logprob(old_BLK: jax.Array, places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
+            ids_NK, logits_of = at_places(ids_BLK, places_N), network.logits_of
+            if logits_of is None:
+                logits_NV = output.logits(network, params, places_N)
+                logits_NK = jnp.take_along_axis(logits_NV, ids_NK, axis=1)
+            else:
+                logits_NK = output.read(lambda x_ND: logits_of(params, x_ND, ids_NK), places_N)
+            total_N1 = at_places(total_BL, places_N)[:, None]
+            return put(old_BLK, places_N, is_real_N, jnp.minimum(logits_NK - total_N1, 0.0))
+
+        chunk = program.chunk if network.logits_of is None else _CHUNK
+        return fold(is_read_BL, chunk, logprob, jnp.zeros(ids_BLK.shape, jnp.float32))
+
+    rows = output, total_BL, best_id_BL, tokens_BL, is_read_BL
+    return jnp.moveaxis(program.by_rows(read)(params, rows), 2, 0)
+
+
+def gain_of_edits(
+    program: Program, params: Params, context: EditContext, edits: Edits, is_real_KB: jax.Array
+) -> jax.Array:
+    """float32 ``[K, B]``; see `EditContext.gain`. All rows are scored together if any row has a
+    trial. Holes add 0 to the log-probability of a text.
+    """
+    num_positions = context.tokens_BL.shape[1]
+
+    def edit(*one: jax.Array) -> tuple[jax.Array, jax.Array]:
+        edits = Edits(*one)
+        position_map = position_map_of(
+            edits, context.frozen_BL, context.length_B, context.capacity_B
+        )
+        tokens_BL = moved(position_map, context.tokens_BL, edits.token, program.pad_id)
+        return tokens_BL, position_map.length_B
+
+    def sums(params: Params, texts: tuple[jax.Array, ...]) -> jax.Array:
+        hidden_TLD, tokens_TL, is_scored_TL = texts
+
+        def score(sum_TL: jax.Array, places_N: jax.Array, is_real_N: jax.Array) -> jax.Array:
+            logits_NV = logits(program.network, params, at_places(hidden_TLD, places_N))
+            logprob_N = jnp.maximum(log_prob(logits_NV, at_places(tokens_TL, places_N)), LEAST)
+            return put(sum_TL, places_N, is_real_N, logprob_N)
+
+        none_TL = jnp.zeros(tokens_TL.shape, jnp.float32)
+        return fold(is_scored_TL, program.chunk, score, none_TL).sum(axis=1)
+
+    def gain() -> jax.Array:
+        tokens_KBL, length_KB = jax.vmap(edit)(*edits[:3])
+        tokens_KBL = jnp.concatenate([context.tokens_BL[None], tokens_KBL])
+        length_KB = jnp.concatenate([context.length_B[None], length_KB])
+        # The rows come first in the merged axis, so each device scores its own rows.
+        tokens_TL = jnp.moveaxis(tokens_KBL, 0, 1).reshape(-1, num_positions)
+        length_T = length_KB.T.reshape(-1)
+        is_scored_TL = live_positions(length_T, num_positions) & (tokens_TL != program.mask_id)
+        hidden_TLD = hidden(program.network, params, tokens_TL, length_T)
+        sum_T = program.by_rows(sums)(params, (hidden_TLD, tokens_TL, is_scored_TL))
+        logprob_KB = sum_T.reshape(length_KB.shape[::-1]).T
+        return logprob_KB[1:] - logprob_KB[:1]
+
+    no_gain_KB = jnp.zeros(is_real_KB.shape, jnp.float32)
+    gain_KB = jax.lax.cond(jnp.any(is_real_KB), gain, lambda: no_gain_KB)
+    return jnp.where(is_real_KB, gain_KB, -jnp.inf)

@@ -80,7 +80,7 @@ class Edits(NamedTuple):
       insert_gap_BL: True at g + 1 to insert a token between g and g + 1, and at 0 to insert one
         before the row; live positions only.
       delete_BL: True at tokens to delete; live and unfrozen positions only.
-      token: int32 ids of the inserted tokens: one for all rows, ``[B]``, or ``[B, L]`` by gap.
+      token: int32 ids of the inserted tokens: one for all, or ``[B, L]`` by gap.
       refused_B: int32, number of insertions rejected for lack of capacity.
       forwards_B: int32, number of forward passes that the choice took.
     """
@@ -136,7 +136,20 @@ def position_map_of(
     behind_BL = jax.lax.cumsum(loose_BL + is_put_BL, axis=1, reverse=True) - loose_BL - is_put_BL
     is_kept_BL &= ~is_loose_BL | (behind_BL >= excess_B1)
     is_put_BL &= behind_BL + loose_BL >= excess_B1
-    source_BL, is_new_BL = _invert(is_put_BL, is_kept_BL)
+
+    # One scatter per row makes any number of edits. The shifts of `insert_at` and `delete_at` would
+    # run as often as the row with the most edits requires, and on several devices with a reduction.
+    until_BL = jnp.cumsum(is_put_BL.astype(jnp.int32) + is_kept_BL, axis=1)
+    kept_BL = jnp.where(is_kept_BL, until_BL - 1, num_positions)
+    put_BL = jnp.where(is_put_BL, until_BL - 1 - is_kept_BL, num_positions)
+
+    def invert(kept_L: jax.Array, put_L: jax.Array) -> tuple[jax.Array, jax.Array]:
+        place_L = jnp.arange(num_positions)
+        source_L = place_L.at[kept_L].set(place_L, mode="drop")
+        is_new_L = jnp.zeros(num_positions, bool).at[put_L].set(True, mode="drop")
+        return source_L.at[put_L].set(place_L, mode="drop"), is_new_L
+
+    source_BL, is_new_BL = jax.vmap(invert)(kept_BL, put_BL)
     length_B = jnp.sum(is_kept_BL, axis=1) + jnp.sum(is_put_BL, axis=1)
     is_moved_in_BL = jnp.take_along_axis(is_moved_in_BL, source_BL, axis=1)
     return PositionMap(
@@ -151,19 +164,16 @@ def position_map_of(
 def moved(position_map: PositionMap, x_BL: jax.Array, fill: Any, beyond: Any = None) -> jax.Array:
     """Moves the values of `x_BL` to their new positions.
 
-    Insertions get the value `fill`: a scalar, one value per row, or ``[B, L]``, read at the old
-    position of the token after the insertion. Positions beyond the new length get the value
-    `beyond`; None means `fill`.
+    Insertions get the value `fill`: a scalar, or ``[B, L]``, read at the old position of the token
+    after the insertion. Positions beyond the new length get the scalar `beyond`; None means `fill`.
     """
-    fill_11 = jnp.asarray(fill, x_BL.dtype)
-    if fill_11.ndim < 2:
-        fill_11 = fill_11.reshape(-1, 1)
-    else:
-        fill_11 = jnp.take_along_axis(fill_11, position_map.source_BL, axis=1)
-    beyond_11 = fill_11 if beyond is None else jnp.asarray(beyond, x_BL.dtype).reshape(-1, 1)
+    new = jnp.asarray(fill, x_BL.dtype)
+    if new.ndim:
+        new = jnp.take_along_axis(new, position_map.source_BL, axis=1)
+    beyond = new if beyond is None else jnp.asarray(beyond, x_BL.dtype)
     old_BL = jnp.take_along_axis(x_BL, position_map.source_BL, axis=1)
     is_live_BL = live_positions(position_map.length_B, x_BL.shape[1])
-    return jnp.where(is_live_BL, jnp.where(position_map.is_new_BL, fill_11, old_BL), beyond_11)
+    return jnp.where(is_live_BL, jnp.where(position_map.is_new_BL, new, old_BL), beyond)
 
 
 def moved_boundary(position_map: PositionMap, boundary_B: jax.Array) -> jax.Array:
@@ -174,23 +184,3 @@ def moved_boundary(position_map: PositionMap, boundary_B: jax.Array) -> jax.Arra
     """
     is_live_BL = live_positions(position_map.length_B, position_map.source_BL.shape[1])
     return jnp.sum(is_live_BL & (position_map.source_BL < boundary_B[:, None]), axis=1)
-
-
-def _invert(is_put_BL: jax.Array, is_kept_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The old position of each new position, and True at insertions.
-
-    One scatter per row makes any number of edits. The shifts of `insert_at` and `delete_at` would
-    run as often as the row with the most edits requires, and on several devices with a reduction.
-    """
-    num_positions = is_kept_BL.shape[1]
-    until_BL = jnp.cumsum(is_put_BL.astype(jnp.int32) + is_kept_BL, axis=1)
-    kept_BL = jnp.where(is_kept_BL, until_BL - 1, num_positions)
-    put_BL = jnp.where(is_put_BL, until_BL - 1 - is_kept_BL, num_positions)
-
-    def one_row(kept_L: jax.Array, put_L: jax.Array) -> tuple[jax.Array, jax.Array]:
-        place_L = jnp.arange(num_positions)
-        source_L = place_L.at[kept_L].set(place_L, mode="drop")
-        is_new_L = jnp.zeros(num_positions, bool).at[put_L].set(True, mode="drop")
-        return source_L.at[put_L].set(place_L, mode="drop"), is_new_L
-
-    return jax.vmap(one_row)(kept_BL, put_BL)

@@ -8,7 +8,6 @@ from dlm_jax.sampling.propose.fill import (
     FillOutput,
     FillRule,
     Parallel,
-    parallel_fill,
 )
 from dlm_jax.sampling.propose.wavefront import SamplerReadout, Wavefront, wavefront_fill
 
@@ -26,6 +25,5 @@ __all__ = [
     "Parallel",
     "SamplerReadout",
     "Wavefront",
-    "parallel_fill",
     "wavefront_fill",
 ]

@@ -97,9 +97,34 @@ class Constrained(FillRule):
         out, seen = self._read(fill)
         places = self._places(fill, out.proposal.tokens_BL, seen)
         arc_wait_BLD, class_wait_BLC = self._arrivals(fill, places)
-        fits_B, arc_BL = self._walk(places, self._messages(places), arc_wait_BLD)
+        rows_B = jnp.arange(self.arcs.start.size)
+
+        def forth(states: tuple[jax.Array, ...], at_one: Any) -> Any:
+            # The state of the drawn match and that of the independent candidates, which are
+            # followed up to the first hole that is not filled, and whether they match.
+            drawn_B, own_B, fits_B, is_known_B = states
+            behind_BS, wait_BD, at = at_one
+            arc_B, next_B = self._next(drawn_B, behind_BS, wait_BD, at.label_BLK)
+            arc_BD, next_BD = self._leaving(own_B)
+            leads_BD = self.arcs.is_member_CK[rows_B[:, None], at.class_BL[:, None], arc_BD]
+            own_next_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
+            is_known_B &= ~at.is_wild_BL
+            can_match_B = behind_BS[rows_B, own_next_B] > -jnp.inf
+            can_match_B = jnp.where(is_known_B, can_match_B, ~at.is_open_BL)
+            states = (
+                jnp.where(at.is_text_BL, next_B, drawn_B),
+                jnp.where(at.is_text_BL, own_next_B, own_B),
+                fits_B & (can_match_B | ~at.is_text_BL),
+                is_known_B,
+            )
+            return states, arc_B
+
+        wait_LBD, at_L = jax.tree.map(lambda x_BL: x_BL.swapaxes(0, 1), (arc_wait_BLD, places))
+        begin = self.arcs.start, self.arcs.start, rows_B >= 0, rows_B >= 0
+        by_place = self._messages(places), wait_LBD, at_L
+        (_, _, fits_B, _), arc_LB = jax.lax.scan(forth, begin, by_place)
         is_new_BL, drawn = places.is_open_BL & ~fits_B[:, None], out.proposal
-        new_BL = self._of_arcs(seen, arc_BL, class_wait_BLC)
+        new_BL = self._of_arcs(seen, arc_LB.T, class_wait_BLC)
         return out._replace(
             proposal=drawn._replace(
                 tokens_BL=jnp.where(is_new_BL, new_BL[0], drawn.tokens_BL),
@@ -158,7 +183,11 @@ class Constrained(FillRule):
             score_NJC = _take(logits_NJM, block_NC[:, None, :], axis=2)
             wait_NJ = _waits(salted(key_N, _MEMBER), score_NJC.shape[1])
             score_NJC -= jnp.where(is_greedy_N[:, None], 0.0, wait_NJ)[:, :, None]
-            return _first_largest(score_NJC)
+            # The index of the maximum; faster on CPU than comparing pairs.
+            is_most_NJC = score_NJC == jnp.max(score_NJC, axis=1, keepdims=True)
+            last = score_NJC.shape[1] - 1
+            each_1J1 = jnp.arange(last + 1)[None, :, None]
+            return jnp.min(jnp.where(is_most_NJC, each_1J1, last), axis=1)
 
         def small() -> tuple[jax.Array, jax.Array, jax.Array]:
             below_NJM = jnp.maximum(_of_ids(clean_NV, ids_NJM), -_CUT) - _CUT
@@ -277,39 +306,6 @@ class Constrained(FillRule):
         end_BS = jnp.where(self.arcs.is_final_S, 0.0, -jnp.inf)
         return jax.lax.scan(back, end_BS, by_place, reverse=True)[1]
 
-    def _walk(
-        self, places: Places, behind_LBS: jax.Array, wait_BLD: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns True ``[B]`` where the independent candidates match, and the labels ``[B, L]`` of
-        a drawn match.
-        """
-        rows_B = jnp.arange(self.arcs.start.size)
-
-        def forth(states: tuple[jax.Array, ...], at_one: Any) -> Any:
-            # The state of the drawn match and that of the independent candidates, which are
-            # followed up to the first hole that is not filled, and whether they match.
-            drawn_B, own_B, fits_B, is_known_B = states
-            behind_BS, wait_BD, at = at_one
-            arc_B, next_B = self._next(drawn_B, behind_BS, wait_BD, at.label_BLK)
-            arc_BD, next_BD = self._leaving(own_B)
-            leads_BD = self.arcs.is_member_CK[rows_B[:, None], at.class_BL[:, None], arc_BD]
-            own_next_B = jnp.max(jnp.where(leads_BD, next_BD, 0), axis=1)
-            is_known_B &= ~at.is_wild_BL
-            can_match_B = behind_BS[rows_B, own_next_B] > -jnp.inf
-            can_match_B = jnp.where(is_known_B, can_match_B, ~at.is_open_BL)
-            states = (
-                jnp.where(at.is_text_BL, next_B, drawn_B),
-                jnp.where(at.is_text_BL, own_next_B, own_B),
-                fits_B & (can_match_B | ~at.is_text_BL),
-                is_known_B,
-            )
-            return states, arc_B
-
-        wait_LBD, at_L = jax.tree.map(lambda x_BL: x_BL.swapaxes(0, 1), (wait_BLD, places))
-        begin = self.arcs.start, self.arcs.start, rows_B >= 0, rows_B >= 0
-        end, arc_LB = jax.lax.scan(forth, begin, (behind_LBS, wait_LBD, at_L))
-        return end[2], arc_LB.T
-
     def _leaving(self, state_B: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The labels and the target states of the arcs of each row's state, ``[B, D]``."""
         rows_B = jnp.arange(state_B.size)
@@ -408,14 +404,6 @@ def _by_peaks(
         .min(jnp.where(is_most_NM, number_1M, num_blocks - 1))
     )
     return weight_NC, block_NC
-
-
-def _first_largest(score_NJC: jax.Array) -> jax.Array:
-    """Index of the maximum over the middle axis; faster on CPU than comparing pairs."""
-    is_most_NJC = score_NJC == jnp.max(score_NJC, axis=1, keepdims=True)
-    last = score_NJC.shape[1] - 1
-    each_1J1 = jnp.arange(last + 1)[None, :, None]
-    return jnp.min(jnp.where(is_most_NJC, each_1J1, last), axis=1)
 
 
 def _total(each_NKX: jax.Array, takes_best_NX: jax.Array) -> jax.Array:

@@ -5,30 +5,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Required, TypedDict, Unpack
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import DrawnTokens, OrderRule, Proposal, preferences
-from dlm_jax.sampling.draw import argmax, log_prob
+from dlm_jax.sampling.commit.commit_rule import DrawnTokens, OrderRule, Proposal
 from dlm_jax.sampling.noise import NoiseRule
 from dlm_jax.sampling.positions import (
     TrunkOutput,
     at_places,
     belongs_to_positions,
-    chunk_size,
     fold,
     gather_state,
     put,
 )
-from dlm_jax.sampling.transforms.bias import LogitBias
-from dlm_jax.sampling.transforms.chain import Chain, chain
-from dlm_jax.sampling.transforms.default_chain import chain_of
-from dlm_jax.sampling.transforms.transform import At, Context
+from dlm_jax.sampling.transforms.chain import Chain
+from dlm_jax.sampling.transforms.transform import At
+from dlm_jax.sampling.vocab import argmax, log_prob
 from dlm_jax.settings import Rule, rule
-from dlm_jax.types import Network, Params, live_positions, returned
+from dlm_jax.types import Network, Params, returned
 
 
 class FillOutput(NamedTuple):
@@ -303,79 +300,3 @@ class Parallel(FillRule):
 
     def logits(self, fill: FillInput, tokens_BL: jax.Array, level_BL: jax.Array) -> DrawLogits:
         return lambda places_N, is_real_N: fill.logits(places_N)
-
-
-class FillOptions(TypedDict, total=False):
-    """The options of `wavefront_fill`."""
-
-    network: Required[Network]
-    is_open_BL: Required[jax.Array]
-    length_B: jax.Array | None
-    is_seen_BL: jax.Array | None
-    preference_BL: jax.Array | None
-    settings: Mapping[str, Any] | Chain | None
-    banned_ids: tuple[int, ...]
-    chunk: int
-
-
-def fill_canvas(
-    rule: FillRule,
-    params: Params,
-    hidden_BLD: jax.Array | TrunkOutput,
-    tokens_BL: jax.Array,
-    key_B: jax.Array,
-    *,
-    network: Network,
-    is_open_BL: jax.Array,
-    length_B: jax.Array | None = None,
-    is_seen_BL: jax.Array | None = None,
-    preference_BL: jax.Array | None = None,
-    settings: Mapping[str, Any] | Chain | None = None,
-    banned_ids: tuple[int, ...] = (),
-    chunk: int = 0,
-) -> FillOutput:
-    """The output of a rule outside of the loop; see `wavefront_fill` for the arguments."""
-    num_rows, num_positions = tokens_BL.shape
-    if preference_BL is None:
-        preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
-    if length_B is None:
-        length_B = jnp.full(num_rows, num_positions, jnp.int32)
-    if is_seen_BL is None:
-        is_seen_BL = live_positions(length_B, num_positions)
-    is_seen_BL = is_seen_BL & ~is_open_BL
-    ids_BK = jnp.broadcast_to(jnp.array(banned_ids, jnp.int32), (num_rows, len(banned_ids)))
-    bans = LogitBias(ids_BK, jnp.full(ids_BK.shape, -jnp.inf))
-    full = chain(bans, chain_of(settings or {}, num_rows, network.vocab_size))
-    context = Context(tokens_BL, jnp.zeros_like(tokens_BL), is_seen_BL, length_B)
-    fill = FillInput(
-        network=network,
-        params=params,
-        output=hidden_BLD if isinstance(hidden_BLD, TrunkOutput) else TrunkOutput(hidden_BLD),
-        chunk=chunk or chunk_size(network.vocab_size),
-        tokens_BL=tokens_BL,
-        length_B=length_B,
-        is_open_BL=is_open_BL,
-        is_seen_BL=is_seen_BL,
-        chain=full,
-        chain_state=full.init(context),
-        key_B=key_B,
-        preference_BL=preference_BL,
-        banned_ids=banned_ids,
-    )
-    out = rule.propose(fill)
-    canvas_BL = jnp.where(is_open_BL, out.proposal.tokens_BL, tokens_BL)
-    return out._replace(proposal=out.proposal._replace(tokens_BL=canvas_BL))
-
-
-def parallel_fill(
-    params: Params,
-    hidden_BLD: jax.Array | TrunkOutput,
-    tokens_BL: jax.Array,
-    key_B: jax.Array,
-    **options: Unpack[FillOptions],
-) -> FillOutput:
-    """A token for each open position, drawn independently from the LM head.
-
-    The arguments and the result are those of `wavefront_fill`, without those of the sampler head.
-    """
-    return fill_canvas(Parallel(), params, hidden_BLD, tokens_BL, key_B, **options)

@@ -6,86 +6,69 @@ therefore sorted once and processed in chunks that end at wave boundaries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.commit.commit_rule import most, reaches
+from dlm_jax.sampling.commit.commit_rule import most, preferences, reaches
 from dlm_jax.sampling.positions import (
     NEVER,
     TrunkOutput,
     at_places,
+    chunk_size,
     distance,
     fold,
     put,
     wave_chunk,
 )
-from dlm_jax.sampling.propose.fill import (
-    DrawLogits,
-    FillInput,
-    FillOptions,
-    FillOutput,
-    FillRule,
-    fill_canvas,
-)
+from dlm_jax.sampling.propose.fill import DrawLogits, FillInput, FillOutput, FillRule
+from dlm_jax.sampling.transforms.chain import Chain, chain, chain_of
+from dlm_jax.sampling.transforms.penalties import LogitBias
+from dlm_jax.sampling.transforms.transform import Context
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule
-from dlm_jax.types import Params, left_of
+from dlm_jax.types import Network, Params, left_of, live_positions
 
 
 def bootstrap(
     is_far_BL: jax.Array,
     sureness_BL: jax.Array,
     ratio_B: jax.Array,
-    is_spread_B: jax.Array,
     preference_BL: jax.Array | None = None,
 ) -> jax.Array:
     """True at the starting positions of each row, ``[B, L]``; see `Wavefront`.
 
-    `is_far_BL` marks the open positions in runs without a visible token at either end. In spread
-    rows, they are divided into equal windows, and the most confident position of each window is
-    chosen. In other rows, the most confident positions overall are chosen.
+    `is_far_BL` marks the open positions in runs without a visible token at either end.
     """
-    num_rows, num_positions = is_far_BL.shape
-    place_BL = jnp.broadcast_to(jnp.arange(num_positions), is_far_BL.shape)
-
-    def over_groups(value_BL: jax.Array, group_BL: jax.Array, reduce: Any = jax.ops.segment_max):
-        """The largest value in each far position's group, which is numbered within its row."""
-        key_BL = group_BL + num_positions * jnp.arange(num_rows)[:, None]
-        key_P = jnp.where(is_far_BL, key_BL, value_BL.size).reshape(-1)
-        return reduce(value_BL.reshape(-1), key_P, value_BL.size + 1)[key_P].reshape(value_BL.shape)
-
-    def surest_of_each(group_BL: jax.Array, is_in_BL: jax.Array) -> jax.Array:
-        """True at the included position with the highest score in each group; ties as in `most`."""
-        best_BL = over_groups(jnp.where(is_in_BL, sureness_BL, -jnp.inf), group_BL)
-        if preference_BL is None:
-            is_best_BL = is_in_BL & (sureness_BL >= best_BL)
-        else:
-            is_best_BL = is_in_BL & reaches(sureness_BL, best_BL, 1.0)
-            liked_BL = jnp.where(is_best_BL, preference_BL, jnp.uint32(0))
-            is_best_BL &= liked_BL == over_groups(liked_BL, group_BL)
-        first_BL = jnp.where(is_best_BL, place_BL, NEVER)
-        return is_best_BL & (place_BL == over_groups(first_BL, group_BL, jax.ops.segment_min))
-
     total_B = jnp.sum(is_far_BL, axis=1)
     count_B = jnp.floor(ratio_B * total_B + 1e-3).astype(jnp.int32)
     count_B = jnp.minimum(jnp.maximum(count_B, 1), total_B)
-    # Unsigned, so that the products do not overflow in canvases of up to 65,536 positions.
-    rank_BL = (jnp.cumsum(is_far_BL, axis=1) - 1).astype(jnp.uint32)
-    count_B1, total_B1 = (x_B.astype(jnp.uint32)[:, None] for x_B in (count_B, total_B))
-    window_BL = (rank_BL * count_B1 // jnp.maximum(total_B1, 1)).astype(jnp.int32)
-    is_first_BL = jnp.where(
-        is_spread_B[:, None],
-        surest_of_each(window_BL, is_far_BL),
-        most(sureness_BL, is_far_BL, count_B, preference_BL, 1.0),
-    )
+    is_first_BL = most(sureness_BL, is_far_BL, count_B, preference_BL, 1.0)
+
+    # A run without any of them starts at its most confident position; ties as in `most`.
+    num_rows, num_positions = is_far_BL.shape
     run_BL = jnp.cumsum(is_far_BL & ~left_of(is_far_BL), axis=1) - 1
-    has_first_BL = over_groups(is_first_BL.astype(jnp.int32), run_BL) > 0
-    return is_first_BL | surest_of_each(run_BL, is_far_BL & ~has_first_BL)
+    run_BL += num_positions * jnp.arange(num_rows)[:, None]
+    run_P = jnp.where(is_far_BL, run_BL, run_BL.size).reshape(-1)
+
+    def over_run(value_BL: jax.Array, reduce: Any = jax.ops.segment_max) -> jax.Array:
+        of_runs = reduce(value_BL.reshape(-1), run_P, value_BL.size + 1)
+        return of_runs[run_P].reshape(value_BL.shape)
+
+    is_in_BL = is_far_BL & (over_run(is_first_BL.astype(jnp.int32)) == 0)
+    best_BL = over_run(jnp.where(is_in_BL, sureness_BL, -jnp.inf))
+    if preference_BL is None:
+        is_best_BL = is_in_BL & (sureness_BL >= best_BL)
+    else:
+        is_best_BL = is_in_BL & reaches(sureness_BL, best_BL, 1.0)
+        liked_BL = jnp.where(is_best_BL, preference_BL, jnp.uint32(0))
+        is_best_BL &= liked_BL == over_run(liked_BL)
+    place_BL = jnp.broadcast_to(jnp.arange(num_positions), is_far_BL.shape)
+    first_BL = over_run(jnp.where(is_best_BL, place_BL, NEVER), jax.ops.segment_min)
+    return is_first_BL | (is_best_BL & (place_BL == first_BL))
 
 
 GIVEN = -1
@@ -125,58 +108,6 @@ class SamplerReadout:
     from_sides: Callable[..., jax.Array] | None = None
 
 
-def wavefront_fill(
-    params: Params,
-    hidden_BLD: jax.Array | TrunkOutput,
-    tokens_BL: jax.Array,
-    key_B: jax.Array,
-    *,
-    ratio: ArrayLike = 0.01,
-    is_spread: ArrayLike = False,
-    is_alternating: ArrayLike = False,
-    is_one_sided: ArrayLike = False,
-    temperature: ArrayLike = 1.0,
-    **options: Unpack[FillOptions],
-) -> FillOutput:
-    """A token for each open position, drawn in waves by the sampler head, given the neighbours.
-
-    `Wavefront` describes the algorithm. ``network``, ``banned_ids`` and ``chunk`` are static, and
-    everything else is traced. In the result, ``proposal.tokens_BL`` is the canvas with the drawn
-    tokens, ``level_BL`` is the order of the draws, and ``counts`` has the waves and the starting
-    positions of each row.
-
-    Args:
-      params: the network's parameters.
-      hidden_BLD: the output of ``network.trunk`` for `tokens_BL`, or a `TrunkOutput`.
-      tokens_BL: int32 canvas. Values at open positions are ignored.
-      key_B: one typed key per row; the key of a position is ``fold_in(key, index)``.
-      ratio: this and the following fields of `Wavefront` have one value, or ``[B]``.
-      is_spread: True to spread starting positions evenly over the row.
-      is_alternating: True to fill the even positions of a wave before the odd ones.
-      is_one_sided: True to fill runs between two tokens from the left.
-      temperature: divisor of the sampler head's logits before the chain, > 0.
-      **options: ``network``, with ``heads["sampler"]``, a `SamplerReadout`; ``is_open_BL``, True at
-        the positions to fill, usually ``tokens_BL == mask_id``; and optionally
-
-        - ``length_B``: int32, number of live positions in each row; default: all are live;
-        - ``is_seen_BL``: True at tokens that are neighbours of open positions; default: all live
-          positions that are not open;
-        - ``preference_BL``: uint32, priority of equally confident positions; default: by the keys;
-        - ``settings``: settings or transforms of both heads' draws, the `params` of `sample_logits`
-          with ``[B]`` values;
-        - ``banned_ids``: ids that are never drawn and that the choice of starting positions
-          ignores, usually those of MASK and PAD;
-        - ``chunk``: number of positions per readout of the LM head.
-
-    Source: sampler head, section 4, ``sampler_wavefront_fill`` and
-    ``_bootstrap_fill_by_confidence``; but starting positions are chosen per row and drawn from the
-    LM head.
-    """
-    values = ratio, is_spread, is_alternating, temperature, is_one_sided
-    fill = Wavefront(*(jnp.broadcast_to(value, tokens_BL.shape[:1]) for value in values))
-    return fill_canvas(fill, params, hidden_BLD, tokens_BL, key_B, **options)
-
-
 @rule
 class Wavefront(FillRule):
     """Draws candidates in waves. Each wave is conditioned on earlier waves.
@@ -192,6 +123,10 @@ class Wavefront(FillRule):
 
     Levels order the draws: 0 at starting positions, larger in later waves (two levels per wave, for
     even and odd positions), -1 at visible tokens, and 2^30 elsewhere.
+
+    Source: sampler head, section 4, ``sampler_wavefront_fill`` and
+    ``_bootstrap_fill_by_confidence``; but starting positions are chosen per row and drawn from the
+    LM head.
     """
 
     about = "in waves by the sampler head, given the neighbours"
@@ -206,9 +141,6 @@ class Wavefront(FillRule):
             low=ABOVE_ZERO,
             high=1.0,
         )
-    )
-    is_spread_B: jax.Array = per_row(
-        Setting("sampler_spread_seeds", False, "wavefront: spread starting holes", is_preset=True)
     )
     is_alternating_B: jax.Array = per_row(
         Setting("sampler_even_odd", False, "wavefront, also of critics: even before odd positions")
@@ -246,9 +178,7 @@ class Wavefront(FillRule):
         out, sureness_BL = fold(is_read_BL, fill.chunk, read, start)
         is_first_BL = jax.lax.cond(
             jnp.any(is_far_BL),
-            lambda: bootstrap(
-                is_far_BL, sureness_BL, self.ratio_B, self.is_spread_B, fill.preference_BL
-            ),
+            lambda: bootstrap(is_far_BL, sureness_BL, self.ratio_B, fill.preference_BL),
             lambda: jnp.zeros_like(is_far_BL),
         )
 
@@ -285,6 +215,83 @@ class Wavefront(FillRule):
             return jnp.where(is_grown_N[:, None], grown_NV, first_NV)
 
         return read
+
+
+def wavefront_fill(
+    params: Params,
+    hidden_BLD: jax.Array | TrunkOutput,
+    tokens_BL: jax.Array,
+    key_B: jax.Array,
+    *,
+    rule: FillRule | None = None,
+    network: Network,
+    is_open_BL: jax.Array,
+    length_B: jax.Array | None = None,
+    is_seen_BL: jax.Array | None = None,
+    preference_BL: jax.Array | None = None,
+    settings: Mapping[str, Any] | Chain | None = None,
+    banned_ids: tuple[int, ...] = (),
+    chunk: int = 0,
+) -> FillOutput:
+    """A token for each open position, as one step of a fill rule draws it: in waves by the sampler
+    head, given the neighbours, or as ``rule=Parallel()`` and other rules do.
+
+    In the result, ``proposal.tokens_BL`` is the canvas with the drawn tokens. Of waves,
+    ``level_BL`` is the order of the draws, and ``counts`` has the waves and the starting positions
+    of each row. ``network``, ``banned_ids`` and ``chunk`` are static, everything else is traced.
+
+    Args:
+      params: the network's parameters.
+      hidden_BLD: the output of ``network.trunk`` for `tokens_BL`, or a `TrunkOutput`.
+      tokens_BL: int32 canvas. Values at open positions are ignored.
+      key_B: one typed key per row; the key of a position is ``fold_in(key, index)``.
+      rule: the fill; by default, ``Wavefront()``. Its fields have one value for all rows, or
+        ``[B]``.
+      network: the model as pure functions, with the heads that the rule needs.
+      is_open_BL: True at the positions to fill, usually ``tokens_BL == mask_id``.
+      length_B: int32, number of live positions in each row; by default, all are live.
+      is_seen_BL: True at tokens that are neighbours of open positions; by default, all live
+        positions that are not open.
+      preference_BL: uint32, priority of equally confident positions; by default, by the keys.
+      settings: settings or transforms of all draws, the `params` of `sample_logits` with ``[B]``
+        values.
+      banned_ids: ids that are never drawn and that the choice of starting positions ignores,
+        usually those of MASK and PAD.
+      chunk: number of positions per readout of the LM head.
+    """
+    num_rows, num_positions = tokens_BL.shape
+    of_rows: FillRule = jax.tree.map(
+        lambda value: jnp.broadcast_to(value, (num_rows,)), Wavefront() if rule is None else rule
+    )
+    if preference_BL is None:
+        preference_BL = preferences(key_B, jnp.zeros(num_rows, bool), num_positions)
+    if length_B is None:
+        length_B = jnp.full(num_rows, num_positions, jnp.int32)
+    if is_seen_BL is None:
+        is_seen_BL = live_positions(length_B, num_positions)
+    is_seen_BL = is_seen_BL & ~is_open_BL
+    ids_BK = jnp.broadcast_to(jnp.array(banned_ids, jnp.int32), (num_rows, len(banned_ids)))
+    bans = LogitBias(ids_BK, jnp.full(ids_BK.shape, -jnp.inf))
+    full = chain(bans, chain_of(settings or {}, num_rows, network.vocab_size))
+    context = Context(tokens_BL, jnp.zeros_like(tokens_BL), is_seen_BL, length_B)
+    fill = FillInput(
+        network=network,
+        params=params,
+        output=hidden_BLD if isinstance(hidden_BLD, TrunkOutput) else TrunkOutput(hidden_BLD),
+        chunk=chunk or chunk_size(network.vocab_size),
+        tokens_BL=tokens_BL,
+        length_B=length_B,
+        is_open_BL=is_open_BL,
+        is_seen_BL=is_seen_BL,
+        chain=full,
+        chain_state=full.init(context),
+        key_B=key_B,
+        preference_BL=preference_BL,
+        banned_ids=banned_ids,
+    )
+    out = of_rows.propose(fill)
+    canvas_BL = jnp.where(is_open_BL, out.proposal.tokens_BL, tokens_BL)
+    return out._replace(proposal=out.proposal._replace(tokens_BL=canvas_BL))
 
 
 def head_chunk(fill: FillInput) -> int:

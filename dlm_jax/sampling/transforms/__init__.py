@@ -1,10 +1,8 @@
 """Logit transforms, which are small frozen pytrees with per-row parameters."""
 
-from dlm_jax.sampling.transforms.bias import LogitBias
-from dlm_jax.sampling.transforms.chain import Chain, chain
-from dlm_jax.sampling.transforms.default_chain import TRANSFORMS, sample_logits
+from dlm_jax.sampling.transforms.chain import TRANSFORMS, Chain, chain, sample_logits
 from dlm_jax.sampling.transforms.mirostat import Mirostat
-from dlm_jax.sampling.transforms.penalties import Dry, Penalties
+from dlm_jax.sampling.transforms.penalties import Dry, LogitBias, Penalties
 from dlm_jax.sampling.transforms.temperature import Temperature
 from dlm_jax.sampling.transforms.transform import At, Context, LogitTransform
 from dlm_jax.sampling.transforms.truncate import (

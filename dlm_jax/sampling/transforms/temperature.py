@@ -115,7 +115,7 @@ class Temperature(Pointwise):
             own_N = jnp.where(count_N > 1, low_N + (high_N - low_N) * power_N, 1.0)
             own_N = jnp.where(is_dynamic_N, own_N, divisor_N)
             is_cold_N = own_N < 1e-6
-            best_N = vocab.argmax(logits_NV, vocab.TOLERANCE)
+            best_N = vocab.argmax(logits_NV)
             return jnp.where(is_cold_N, 1.0, own_N), jnp.where(is_cold_N, best_N, num_logits)
 
         all_N = jnp.full(divisor_N.shape, num_logits, jnp.int32)

@@ -19,7 +19,7 @@ from jax import Array
 
 from dlm_jax.randomness import salted
 from dlm_jax.sampling import vocab
-from dlm_jax.sampling.blocks import choose
+from dlm_jax.sampling.positions import choose
 from dlm_jax.sampling.transforms.transform import At, Pointwise, is_greedy, is_steered
 from dlm_jax.sampling.vocab import Logits, ordered
 from dlm_jax.settings import ABOVE_ZERO, Setting, per_row, rule

@@ -18,11 +18,11 @@ from dlm_jax.config import MeshConfig, SamplingParams
 from dlm_jax.distributed.partitions import axes_of, make_mesh, shardings
 from dlm_jax.model import ops
 from dlm_jax.model.transformer import build
-from dlm_jax.sampling.blocks import CurrentBlock
 from dlm_jax.sampling.forward import with_cache
 from dlm_jax.sampling.kv_cache import Dual
 from dlm_jax.sampling.loop import Advance, start
-from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.positions import CurrentBlock
+from dlm_jax.sampling.program import RowParams
 from dlm_jax.sampling.rules import BUILT_IN, ModelFacts
 
 UNIT = 4
@@ -87,7 +87,9 @@ def _state(kind, rows, *, is_guided=False, **settings):
         is_causal=kind == "causal", block_length=model.block_length,
     )  # fmt: skip
     row_params = dataclasses.replace(
-        RowParams.pack(samples, facts), seed_B=jnp.array(seeds, jnp.uint32)
+        RowParams.pack(samples, facts),
+        seed_B=jnp.array(seeds, jnp.uint32),
+        stops_at_eos_B=jnp.zeros(len(seeds), bool),
     )
     state = start(
         jnp.asarray(tokens_BL), jnp.asarray(length_B), row_params,

@@ -21,7 +21,7 @@ from dlm_jax.objectives.forward_process import PROCESSES
 from dlm_jax.sampling.commit.commit_rule import Proposal
 from dlm_jax.sampling.loop import start
 from dlm_jax.sampling.noise import NoiseContext
-from dlm_jax.sampling.row import RowParams
+from dlm_jax.sampling.program import RowParams
 from dlm_jax.sampling.rules import BUILT_IN
 from dlm_jax.types import Status
 
@@ -48,7 +48,9 @@ def written(name: str, canvas: tuple[int, ...], **settings) -> np.ndarray:
     state = start(
         jnp.tile(jnp.array([canvas], jnp.int32), (ROWS, 1)),
         jnp.full(ROWS, len(canvas)),
-        dataclasses.replace(row, seed_B=jnp.arange(ROWS, dtype=jnp.uint32)),
+        dataclasses.replace(
+            row, seed_B=jnp.arange(ROWS, dtype=jnp.uint32), stops_at_eos_B=jnp.zeros(ROWS, bool)
+        ),
         rules,
         mask_id=MASK,
         frozen_BL=jnp.zeros((ROWS, len(canvas)), bool),

@@ -16,8 +16,7 @@ from dlm_jax.config import SamplingParams
 from dlm_jax.sampling.commit import RandomOrder
 from dlm_jax.sampling.commit.orders import whole_quota
 from dlm_jax.sampling.edits import Uncertainty
-from dlm_jax.sampling.edits.edit_rule import EditState
-from dlm_jax.sampling.edits.scores import read_logprobs
+from dlm_jax.sampling.edits.edit_rule import EditState, read_logprobs
 from dlm_jax.sampling.mask_step import editable_positions, propose_step, with_neighbors
 from dlm_jax.sampling.params import PRESETS
 from dlm_jax.sampling.remask import RemaskRule, Renoise
@@ -122,19 +121,15 @@ def _plain(row: Row, params: oracle.Params, steps: int, put: int, renoises: bool
 
 
 @pytest.mark.parametrize(
-    ("token", "overflow", "target"),
-    [("space", "trim", "none"), ("mask", "refuse", "none"), ("space", "refuse", "to_max_new"),
-     ],
-)  # fmt: skip
-def test_the_loop_equals_a_plain_one_that_edits_lists(token, overflow, target):
+    ("token", "target"), [("space", "none"), ("mask", "none"), ("space", "to_max_new")]
+)
+def test_the_loop_equals_a_plain_one_that_edits_lists(token, target):
     settings = {"insert_ratio_start": 0.2, "delete_ratio_start": 0.3, "delete_lambda": 0.5}
     rows = _drafts(5, capacity=16, max_new_tokens=8)
-    state = _run(
-        rows, edit_token=token, overflow=overflow, length_target_mode=target, **settings
-    )  # fmt: skip
+    state = _run(rows, edit_token=token, length_target_mode=target, **settings)
     start = oracle.Params(
-        insert_ratio=0.2, delete_ratio=0.3, delete_lambda=0.5, trims=overflow == "trim",
-        targets_length=target != "none", capacity=16, target=10,
+        insert_ratio=0.2, delete_ratio=0.3, delete_lambda=0.5, targets_length=target != "none",
+        capacity=16, target=10,
     )  # fmt: skip
     sure, edits = 0, 0
     for row, result in zip(rows, canvases.results(state), strict=True):
@@ -276,12 +271,11 @@ def test_a_remask_rule_is_told_where_the_tokens_are_after_the_edits():
     assert (tokens[put] == toy.SPACE).all()
 
 
-@pytest.mark.parametrize("overflow", ["trim", "refuse"])
-def test_a_row_without_room_says_so_and_keeps_to_its_capacity(overflow):
+def test_a_row_without_room_says_so_and_keeps_to_its_capacity():
     rows = _drafts(6, capacity=15)
     rows = rows[:4] + [dataclasses.replace(row, capacity=POSITIONS) for row in rows[4:]]
     settings = {"insert_ratio_start": 0.2, "insert_ratio_end": 0.0, "delete_ratio_start": 0.0}
-    state = _run(rows, overflow=overflow, **settings)
+    state = _run(rows, **settings)
     results = canvases.results(state)
     assert [len(result.tokens) for result in results[:4]] == [15] * 4
     assert {Status(result.status) for result in results[:4]} == {Status.CANVAS_FULL}
@@ -297,6 +291,6 @@ def test_rows_come_to_the_length_that_they_are_nudged_to(token, margin):
     numbers = [4, 20, 1, 9, 14, 6, 18, 12]
     rows = [dataclasses.replace(row, max_new_tokens=number, steps=12)
             for row, number in zip(_drafts(7), numbers, strict=True)]  # fmt: skip
-    settings = {"insert_margin": margin, "delete_margin": margin} | NO_EDITS
+    settings = {"delete_margin": margin} | NO_EDITS
     state = _run(rows, length_target_mode="to_max_new", edit_token=token, **settings)
     assert np.asarray(state.canvas.length_B).tolist() == [2 + number for number in numbers]

@@ -20,12 +20,12 @@ def _mapped(edits, tokens_BL, frozen_BL, length_B, capacity_B, boundary_B):
     """The map, the canvas, a score moved through it, and a boundary."""
     position_map = position_map_of(edits, frozen_BL, length_B, capacity_B)
     age_BL = jnp.broadcast_to(jnp.arange(LENGTH), tokens_BL.shape) * 0.5
-    own_B = 10.0 + jnp.arange(ROWS)
+    own_BL = jnp.broadcast_to(10.0 + jnp.arange(ROWS)[:, None], tokens_BL.shape)
     return (
         position_map,
         moved(position_map, tokens_BL, edits.token, PAD),
         moved(position_map, frozen_BL, False, True),
-        moved(position_map, age_BL, own_B),
+        moved(position_map, age_BL, own_BL),
         moved_boundary(position_map, boundary_B),
     )
 

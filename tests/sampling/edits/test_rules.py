@@ -13,7 +13,7 @@ from oracles import edits as oracle
 
 from dlm_jax.sampling.edits import EditContext, Edits, Uncertainty
 from dlm_jax.sampling.edits.moves import PositionMap, moved, position_map_of
-from dlm_jax.sampling.edits.uncertainty import LENGTH_TARGETS, OVERFLOWS
+from dlm_jax.sampling.edits.scores import LENGTH_TARGETS
 
 ROWS, LENGTH = 64, 12
 PAD, MASK, SPACE = 0, 1, 2
@@ -43,11 +43,9 @@ class Params(NamedTuple):
 
     insert_ratio_B: Any
     delete_ratio_B: Any
-    insert_margin_B: Any
     delete_margin_B: Any
     delete_lambda_B: Any
     cooldown_B: Any
-    trims_B: Any
     target_mode_B: Any
     capacity_B: Any
     target_B: Any
@@ -72,18 +70,16 @@ def _context(cells: Cells, snapshot: Snapshot, params: Params) -> EditContext:
 def _select(rule: type[Uncertainty], cells: Cells, snapshot: Snapshot, params: Params) -> Edits:
     """What a rule of these numbers chooses."""
     context = _context(cells, snapshot, params)
-    trim, refuse = map(OVERFLOWS.index, ("trim", "refuse"))
     chosen = rule(
         insert_start_B=params.insert_ratio_B,
         insert_end_B=params.insert_ratio_B,
         delete_start_B=params.delete_ratio_B,
         delete_end_B=params.delete_ratio_B,
-        insert_margin_B=params.insert_margin_B,
         delete_margin_B=params.delete_margin_B,
         lambda_B=params.delete_lambda_B,
         cooldown_B=params.cooldown_B,
-        overflow_B=jnp.where(params.trims_B, trim, refuse),
         target_mode_B=params.target_mode_B,
+        token_B=jnp.zeros(ROWS, jnp.int32),
     )
     return chosen.select(context, chosen.score(context))
 
@@ -92,7 +88,8 @@ def _select(rule: type[Uncertainty], cells: Cells, snapshot: Snapshot, params: P
 def _edit(cells, snapshot, params, edit_id_B) -> tuple[Cells, PositionMap, Edits]:
     edits = _select(Uncertainty, cells, snapshot, params)
     position_map = position_map_of(edits, cells.frozen_BL, cells.length_B, params.capacity_B)
-    fills = (edit_id_B, PAD), (False, True), (True, False)
+    edit_id_BL = jnp.broadcast_to(edit_id_B[:, None], cells.tokens_BL.shape)
+    fills = (edit_id_BL, PAD), (False, True), (True, False)
     moves = (moved(position_map, x, *fill) for x, fill in zip(cells[:3], fills, strict=True))
     after = Cells(*moves, position_map.mark_BL, position_map.length_B)
     return after, position_map, Edits(*edits[:2], edit_id_B, edits.refused_B, edits.refused_B)
@@ -113,7 +110,8 @@ def _random_batch(rng: np.random.Generator) -> Batch:
     shape = (ROWS, LENGTH)
     place = np.arange(LENGTH)[None]
     capacity = rng.integers(1, LENGTH + 1, ROWS)
-    length = np.where(rng.random(ROWS) < 0.4, capacity, rng.integers(0, capacity + 1))
+    nearly = np.maximum(capacity - rng.integers(0, 3, ROWS), 0)
+    length = np.where(rng.random(ROWS) < 0.5, nearly, rng.integers(0, capacity + 1))
     is_live = place < length[:, None]
     tokens = rng.choice([SPACE, MASK, *range(97, 103)], shape, p=[0.2, 0.15, *[0.65 / 6] * 6])
     prompt = rng.integers(0, 5, ROWS) * (rng.random(ROWS) < 0.6)
@@ -129,12 +127,10 @@ def _random_batch(rng: np.random.Generator) -> Batch:
     ratios = rng.choice([0.1, 0.25, 0.5, 1.0, 0.37], (2, ROWS)) * off
     params = Params(
         *ratios.astype(np.float32),
-        rng.choice([0.0, 0.0, 0.5], ROWS).astype(np.float32),
         rng.choice([0.0, 0.02, 0.3], ROWS).astype(np.float32),
         rng.choice([0.0, 0.3, 1.0], ROWS).astype(np.float32),
         rng.choice([0, 0, 1, 2], ROWS).astype(np.int32),
-        rng.random(ROWS) < 0.5,
-        ((rng.random(ROWS) < 0.5) * TO_MAX_NEW).astype(np.int32),
+        ((rng.random(ROWS) < 0.75) * TO_MAX_NEW).astype(np.int32),
         *np.array([capacity, rng.integers(0, LENGTH + 4, ROWS)], np.int32),
         *np.array([rng.integers(0, 4, ROWS), rng.integers(4, 6, ROWS)], np.int32),
     )
@@ -152,7 +148,7 @@ def _row_of(cells: Cells, row: int) -> list[oracle.Cell]:
     return oracle.row_from(*(x[row] for x in cells[:4]), length=cells.length_B[row])
 
 
-def _asked(params: Params, row: int, length: int) -> oracle.Params:
+def _asked(params: Params, row: int) -> oracle.Params:
     asked = {
         f.name: getattr(params, f"{f.name}_B")[row].item()
         for f in dataclasses.fields(oracle.Params)
@@ -160,8 +156,6 @@ def _asked(params: Params, row: int, length: int) -> oracle.Params:
     }
     asked["targets_length"] = bool(params.target_mode_B[row])
     asked["target"] = min(asked["target"], asked["capacity"])
-    # The oracle lets a row that is nudged to grow spill; the document caps its insertions.
-    asked["trims"] &= not (asked["targets_length"] and length < asked["target"])
     return oracle.Params(**asked)
 
 
@@ -184,7 +178,7 @@ def test_edits_are_those_of_one_at_a_time():
             after, position_map, edits = _edited(cells, snapshot, params, new_B)
             for row in range(ROWS):
                 before = _row_of(cells, row)
-                asked = _asked(params, row, len(before))
+                asked = _asked(params, row)
                 choice = oracle.select(
                     before, snapshot.own_BL[row], snapshot.right_BL[row], asked,
                     mask=MASK, space=SPACE,

@@ -14,10 +14,10 @@ import pytest
 import toy
 from oracles import wavefront as oracle
 
-from dlm_jax.sampling.draw import draw
 from dlm_jax.sampling.positions import TrunkOutput
 from dlm_jax.sampling.propose import FillInput, FillOutput, SamplerReadout, Wavefront
 from dlm_jax.sampling.transforms import Context, Temperature, chain
+from dlm_jax.sampling.vocab import draw
 from dlm_jax.types import Network
 
 ROWS, POSITIONS, WIDTH, V = 8, 24, 8, toy.VOCAB_SIZE
@@ -88,7 +88,6 @@ class Canvas(NamedTuple):
     seed_B: Any
     chain_temperature_B: Any
     ratio_B: Any
-    is_spread_B: Any
     is_alternating_B: Any
     temperature_B: Any
     is_one_sided_B: Any
@@ -115,7 +114,6 @@ def _pictured(pictures: list[str], seed: int = 0, **changes) -> Canvas:
         "seed_B": rng.integers(2**32, size=num_rows, dtype=np.uint32),
         "chain_temperature_B": np.full(num_rows, GREEDY),
         "ratio_B": np.full(num_rows, 0.01),
-        "is_spread_B": np.zeros(num_rows, bool),
         "is_alternating_B": np.zeros(num_rows, bool),
         "temperature_B": np.ones(num_rows),
         "is_one_sided_B": np.zeros(num_rows, bool),
@@ -157,7 +155,6 @@ def _random_canvas(seed: int, chain_temperature: float = GREEDY) -> Canvas:
         seed,
         chain_temperature_B=np.full(ROWS, chain_temperature),
         ratio_B=rng.choice([0.01, 0.3, 1.0], ROWS),
-        is_spread_B=rng.random(ROWS) < 0.5,
         is_alternating_B=rng.random(ROWS) < 0.5,
         temperature_B=rng.choice([1.0, 0.6, 1.7], ROWS),
         guidance_B=rng.choice([0.0, 0.0, 0.5], ROWS),
@@ -182,7 +179,6 @@ def _propose(network, params, canvas: Canvas, own_BL, *, chunk: int) -> FillOutp
     context = Context(canvas.tokens_BL, order_BL, canvas.is_visible_BL, length_B)
     fill = Wavefront(
         ratio_B=canvas.ratio_B,
-        is_spread_B=canvas.is_spread_B,
         is_alternating_B=canvas.is_alternating_B,
         temperature_B=canvas.temperature_B,
         is_one_sided_B=canvas.is_one_sided_B,
@@ -268,7 +264,6 @@ def _expected(canvas: Canvas, row: int, *, reach: int = 1) -> tuple[oracle.Fille
         measure=_measure,
         rule=oracle.Rule(
             ratio=canvas.ratio_B[row],
-            is_spread=canvas.is_spread_B[row],
             is_alternating=canvas.is_alternating_B[row],
             is_one_sided=canvas.is_one_sided_B[row],
             temperature=canvas.temperature_B[row],
@@ -343,7 +338,7 @@ def test_what_cannot_be_seen_may_hold_any_token():
 
 
 def test_equally_sure_positions_are_seeds_from_the_left():
-    canvas = _pictured(["o" * 20, "oooxooooxoxx"] * 4, is_spread_B=np.arange(ROWS) >= 4)
+    canvas = _pictured(["o" * 20, "oooxooooxoxx"] * 4)
     ratio_B = np.repeat([0.3, 0.01, 0.5, 1.0], 2)
     canvas = canvas._replace(ratio_B=ratio_B, hidden_BLD=np.zeros_like(canvas.hidden_BLD))
     ours = _fill(canvas)

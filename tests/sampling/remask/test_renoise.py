@@ -168,9 +168,9 @@ def test_every_token_is_hit_as_often_as_any_other_and_every_id_is_written_as_oft
 
     @jax.jit
     def write(keys):
-        ratio_B = renoise.ratio(jnp.zeros(number, jnp.int32), jnp.full(number, 5))
         return renoise.write(
-            jnp.asarray(tokens), jnp.tile(is_free, (number, 1)), ratio_B, keys,
+            jnp.asarray(tokens), jnp.tile(is_free, (number, 1)), jnp.zeros(number, jnp.int32),
+            jnp.full(number, 5), keys,
             mask_id=toy.MASK, space_id=toy.SPACE, is_text=lambda: jnp.tile(is_text, (number, 1)),
         )  # fmt: skip
 

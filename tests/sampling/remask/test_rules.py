@@ -16,9 +16,9 @@ from oracles import rules
 
 import dlm_jax
 from dlm_jax.objectives.corruption import SCHEDULES
-from dlm_jax.sampling.commit import Ancestral, RandomFilled, uniform
+from dlm_jax.sampling.commit import Ancestral, RandomFilled
 from dlm_jax.sampling.mask_step import step as one_step
-from dlm_jax.sampling.remask import RemaskContext, Scheduled, ScheduledThreshold
+from dlm_jax.sampling.remask import RemaskContext, Scheduled
 from dlm_jax.settings import pytree
 
 ROWS, LENGTH = 240, 14
@@ -39,39 +39,26 @@ def _context(step, is_open, is_fresh, probability, num_free):
     )  # fmt: skip
 
 
+def _scheduled(start, end):
+    return Scheduled(jnp.asarray(start, jnp.float32), jnp.asarray(end, jnp.float32))
+
+
 _select = jax.jit(lambda rule, context: context.is_open_BL & rule.select((), context)[0])
 
 
-def test_scheduled_remasking_takes_the_worst_by_count_or_by_threshold():
+def test_scheduled_remasking_takes_the_least_likely_tokens():
     steps = RNG.integers(2, 9, ROWS)
     step = RNG.integers(0, steps - 1)
     start, end = RNG.uniform(0, 1, (2, ROWS)).round(2)
-    randomness = np.where(np.arange(ROWS) % 3 == 0, RNG.uniform(0, 1, ROWS), 0).astype(np.float32)
-    is_threshold = np.arange(ROWS) % 2 == 1
     is_open = np.ones((ROWS, LENGTH), bool)
     is_open[:, -3:] = False
     probability = RNG.uniform(0, 1, (ROWS, LENGTH)).astype(np.float32)
-    chance = np.asarray(uniform(KEYS(jnp.arange(ROWS) + 1000), LENGTH))
-    columns = [jnp.asarray(c, jnp.float32) for c in (start, end, randomness)]
-    by_count, above = (
-        _select(
-            cls(*columns),
-            _context(_step(step, steps), is_open, is_open, probability, is_open.sum(1)),
-        )
-        for cls in (Scheduled, ScheduledThreshold)
-    )
-    chosen = np.where(is_threshold[:, None], above, by_count)
+    context = _context(_step(step, steps), is_open, is_open, probability, is_open.sum(1))
+    chosen = _select(_scheduled(start, end), context)
     sizes = set()
     for row in range(ROWS):
         ratio = oracle.scheduled_ratio(int(step[row]) + 1, int(steps[row]), start[row], end[row])
-        wrong = [
-            oracle.wrongness(float(p), float(u), float(randomness[row]))
-            for p, u in zip(probability[row], chance[row], strict=True)
-        ]
-        choose = oracle.above_threshold if is_threshold[row] else oracle.worst
-        if is_threshold[row] and min(abs(w - 1 + ratio) for w in wrong) < 1e-5:
-            continue
-        want = choose(wrong, is_open[row], ratio)
+        want = oracle.worst((1.0 - probability[row]).tolist(), is_open[row], ratio)
         assert set(np.flatnonzero(chosen[row]).tolist()) == want
         sizes.add(len(want))
     assert len(sizes) > 8
@@ -82,28 +69,27 @@ def test_a_number_that_is_whole_is_not_rounded_down_by_float32():
     is_open = np.ones((1, 20), bool)
     step = _step([1], [4], ~is_open)
     probability = np.linspace(0.05, 0.95, 20)[None]
-    rule = Scheduled(*(jnp.array([x], jnp.float32) for x in (0.95, 0.05, 0.0)))
-    chosen = _select(rule, _context(step, is_open, ~is_open, probability, [20]))
+    chosen = _select(
+        _scheduled([0.95], [0.05]), _context(step, is_open, ~is_open, probability, [20])
+    )
     assert np.flatnonzero(chosen[0]).tolist() == list(range(7))
 
 
-@pytest.mark.parametrize("cls", [Scheduled, ScheduledThreshold])
-def test_the_tokens_that_the_critic_calls_wrong_are_remasked(cls):
+def test_the_tokens_that_the_critic_calls_wrong_are_remasked():
     is_open = np.ones((1, LENGTH), bool)
     wrong = np.full((1, LENGTH), 0.1, np.float32)
     wrong[0, [2, 9, 11]] = 0.9
     likely_when_drawn = np.where(wrong > 0.5, 0.99, 0.01)
-    rule = cls(*(jnp.array([x], jnp.float32) for x in (3 / LENGTH, 3 / LENGTH, 0.0)))
     context = _context(_step([0], [4]), is_open, ~is_open, likely_when_drawn, [LENGTH])
+    rule = _scheduled([3 / LENGTH], [3 / LENGTH])
     chosen = _select(rule, context._replace(wrong_BL=jnp.asarray(wrong)))
     assert np.flatnonzero(chosen[0]).tolist() == [2, 9, 11]
 
 
 def test_count_is_of_the_free_positions_holes_included():
     is_open = np.arange(LENGTH)[None] < 6
-    rule = Scheduled(*(jnp.array([x]) for x in (0.5, 0.5, 0.0)))
     context = _context(_step([0], [4]), is_open, is_open, np.zeros((1, LENGTH)), [10])
-    assert int(_select(rule, context).sum()) == 5
+    assert int(_select(_scheduled([0.5], [0.5]), context).sum()) == 5
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -124,8 +110,7 @@ def test_a_drafts_tokens_are_known_by_their_own_probability():
     """Nothing is remasked here; what the rule would read is looked at."""
     is_draft = (False, True, True, False, False, True)
     rows = [Row((1, 2, 3, 4, toy.MASK, 5), steps=3, is_draft=is_draft)]
-    nothing = Scheduled(*(jnp.full(1, x) for x in (0.01, 0.01, 0.0)))
-    state = canvases.make_state(rows, canvases.RANDOM, remask=nothing)
+    state = canvases.make_state(rows, canvases.RANDOM, remask=_scheduled([0.01], [0.01]))
     state = jax.jit(one_step, static_argnums=0)(canvases.program(), toy.params(), state)
     logprobs = jax.nn.log_softmax(toy.row_logits([*rows[0].tokens, *[toy.PAD] * 18], 6)[:6])
     for place, token in ((1, 2), (2, 3), (5, 5)):

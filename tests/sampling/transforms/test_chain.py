@@ -21,7 +21,7 @@ def bits(x) -> np.ndarray:
 
 
 def full_chain(is_on: bool = True) -> tf.Chain:
-    return tf.chain(*(make(is_on, VOCAB) for make in CASES.values()), names=tuple(CASES))
+    return tf.chain(*(make(is_on, VOCAB) for make in CASES.values()))
 
 
 @each_transform
