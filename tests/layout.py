@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,38 +32,41 @@ def _reader() -> Any:
 
 def operations(text: str) -> list[Any]:
     """All operations of a program that make arrays in memory: those inside fusions do not."""
-    module = _reader().parse(text)
-    fused = {module.called(x) for body in module.computations.values() for x in body
-             if x.kind == "fusion"}  # fmt: skip
-    return [x for name, body in module.computations.items() if name not in fused for x in body]
+    program = _reader().parse(text)
+    every = [x for body in program.values() for x in body.values()]
+    fused = {x.attribute(r"calls=%([\w.\-]+)") for x in every if x.kind == "fusion"}
+    return [x for name, body in program.items() if name not in fused for x in body.values()]
 
 
 def whole_activations(text: str, sizes: Sizes) -> list[str]:
     """Float arrays with all rows and all positions of the batch on one device."""
-    return _found(text, lambda shape: _holds(shape, sizes.rows, sizes.positions))
+    return _found(text, lambda dims: _holds(dims, sizes.rows, sizes.positions))
 
 
 def moved_activations(text: str, sizes: Sizes) -> list[str]:
     """Collectives that move float arrays with the positions of rows."""
     names = (sizes.positions, sizes.positions * sizes.own_rows, sizes.positions * sizes.rows)
     return [
-        f"{x.kind} {x.type} {x.source}"
+        f"{x.kind} {x.type} {_source(x)}"
         for x in operations(text)
-        if x.kind.removesuffix("-start") in _reader().KINDS
-        for shape in x.shapes
-        if shape.dtype in _FLOATS and len(shape.dims) > 1 and set(names) & set(shape.dims)
+        if x.kind.removesuffix("-start") in _reader().COLLECTIVES
+        for dtype, dims, _ in _reader().shapes_of(x.type)
+        if dtype in _FLOATS and len(dims) > 1 and set(names) & set(dims)
     ]
 
 
-def _holds(shape: Any, rows: int, positions: int) -> bool:
-    dims = list(shape.dims)
+def _source(operation: Any) -> str:
+    return operation.attribute(r'op_name="([^"]*)"') or operation.kind
+
+
+def _holds(dims: Sequence[int], rows: int, positions: int) -> bool:
     return rows * positions in dims or (rows in dims and positions in dims)
 
 
 def _found(text: str, is_bad) -> list[str]:
     return [
-        f"{x.kind} {shape.dtype}{list(shape.dims)} {x.source}"
+        f"{x.kind} {dtype}{list(dims)} {_source(x)}"
         for x in operations(text)
-        for shape in x.shapes
-        if shape.dtype in _FLOATS and is_bad(shape)
+        for dtype, dims, _ in _reader().shapes_of(x.type)
+        if dtype in _FLOATS and is_bad(dims)
     ]

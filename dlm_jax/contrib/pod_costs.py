@@ -45,7 +45,7 @@ _UNTIMED = {
 }
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "copy", "reshape", "convert")
-_COLLECTIVES = (
+COLLECTIVES = (
     *("all-gather", "all-reduce", "reduce-scatter"),
     *("all-to-all", "collective-permute", "ragged-all-to-all"),
 )
@@ -392,12 +392,12 @@ class _Reader:
                     found.add(self.cost_of(inner))
             elif kind == "async-start":
                 inside = self.program.get(self._called(operation, "calls") or "", {}).values()
-                first = next((x for x in inside if any(y in x.kind for y in _COLLECTIVES)), None)
+                first = next((x for x in inside if any(y in x.kind for y in COLLECTIVES)), None)
                 if first is not None:
                     ends[operation.name] = send(first.kind, num_bytes(first.type), first.attributes)
-            elif kind.endswith("-done") and (base == "async" or base in _COLLECTIVES):
+            elif kind.endswith("-done") and (base == "async" or base in COLLECTIVES):
                 wait(ends.pop(operation.operands[0], 0.0))
-            elif base in _COLLECTIVES:
+            elif base in COLLECTIVES:
                 size = num_bytes(operation.type)
                 given = sum(num_bytes(body[x].type) for x in operation.operands if x in body)
                 # The type of a started collective includes inputs and outputs.
@@ -432,7 +432,7 @@ class _Reader:
         return {
             (one.attribute(r"channel_id=(\d+)") or one.name, num_bytes(one.type)): one
             for one in self.program.get(name or "", {}).values()
-            if one.kind.removesuffix("-start") in _COLLECTIVES
+            if one.kind.removesuffix("-start") in COLLECTIVES
         }
 
     def _compute(self, operation: Operation, body: Mapping[str, Operation]) -> Cost:

@@ -182,4 +182,4 @@ def test_texts_in_json_are_scored_as_the_texts_that_they_are(run_dir, tmp_path, 
     assert record["nats_per_token"] == pytest.approx(expected.nats_per_token[0], rel=1e-5)
     path.write_text(json.dumps([{"prompt": "A", "completion": "b"}]).strip("[]" * (not is_list)))
     line = _refused(capsys, "--checkpoint", run_dir, "--text", path)
-    assert "1 is a conversation; write prompt and response" in line
+    assert "1 has the fields completion, prompt; expected" in line
