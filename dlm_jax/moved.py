@@ -32,7 +32,8 @@ _ADVICE = {
         sdtt_share sdtt_steps sdtt_teacher_steps teacher
     """,
     "pass **model.presets[NAME] in Python, or --preset NAME": "preset",
-    "it was removed": "calibration mask_like prefix_mib report_every report_json sampler_width",
+    "it was removed; put a reverse proxy in front of the server": "allow_origin log_texts max_body",
+    "it was removed": "steps_per_call calibration mask_like prefix_mib report_every report_json sampler_width",
     "it was removed; every norm is RMSNorm": "model.norm",
     "it was removed; its default is used": """
         max_ratio muon_momentum sticky_alone sticky_beside
@@ -64,7 +65,6 @@ _ADVICE = {
     "it was removed; use edit_gain": "edit_replace_gain edit_token_gain",
     "it was removed; use insert_ratio_start": "insert_margin",
     "it was removed; use sampler_even_odd": "sampler_spread_seeds",
-    "it was removed; insertions beyond max_length drop the tail": "overflow",
     "it was removed with the sequence scorer; every model is a language model": "mode",
     "it was removed; model.attention_type=canvas has all layers of DiffusionGemma": """
         attention_scale embedding_scaled experts_beside full_value_from_key layer_scales

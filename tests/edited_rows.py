@@ -17,7 +17,7 @@ PROMPTS = [
     {"prompt": "The ", "draft": "cat sat. A rat", "seed": 1, "max_length": 18,
      "insert_ratio_start": 0.5},
     {"prompt": "A ", "draft": "rat ran. The cat sat", "seed": 2, "max_length": 23,
-     "insert_ratio_start": 0.5},
+     "overflow": "refuse", "insert_ratio_start": 0.5},
     {"gen_length": 18, "seed": 3, "resample": False, "edit_token": "mask", "block_length": 7},
     {"prompt": "A ", "draft": "cat. ", "gen_length": 4, "seed": 4, "insert_ratio_start": 0.0,
      "length_target_mode": "to_max_new", "max_new_tokens": 15, "block_length": 5, "steps": 9},

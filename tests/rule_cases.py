@@ -273,6 +273,7 @@ def _edits(rng: np.random.Generator, index: int) -> dict[str, Any]:
         "delete_lambda": float(rng.uniform(0.0, 1.0)),
         "cooldown_distance": index % 3,
         "edit_token": ("space", "mask")[index % 2],
+        "overflow": ("trim", "refuse")[index // 2 % 2],
         "length_target_mode": ("none", "to_max_new")[(0, 0, 1, 0, 1, 1, 0, 1)[index % 8]],
         "renoise": ("space", "mask", "random")[index % 3],
     }

@@ -14,8 +14,9 @@ Choices where the texts are silent:
 - Whatever is protected, or cooling down, is passed over, and the budget goes to the next best.
 - Insertions and deletions do not exclude each other: both may happen at one place.
 - The length controller adds to the budgets, seeing the length before this step's edits, and what it
-  adds is made for any score: the text that fits has none, and would never shrink. A row that grows
-  by it never trims: its insertions are capped after the deletions that were really selected.
+  adds is made for any score: the text that fits has none, and would never shrink. The document's
+  own cap on its insertions is an overflow, judged like others after the deletions that were really
+  selected.
 - Edits happen in the document's order, insertions right to left before deletions left to right,
   so that an insertion just right of a deleted token is what moves into its place, and is marked.
 - Marks of earlier steps end when a step's edits are applied, also when there are none.
@@ -47,13 +48,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Params:
-    """What one row asks for in one step; `cooldown` 0 is off."""
+    """What one row asks for in one step; `cooldown` 0 is off, not `trims` is refuse."""
 
     insert_ratio: float = 0.0
     delete_ratio: float = 0.0
     delete_margin: float = 0.02
     delete_lambda: float = 0.3
     cooldown: int = 1
+    trims: bool = True
     targets_length: bool = False
     capacity: int = 1 << 30
     target: int = 0
@@ -66,7 +68,7 @@ class Choice(NamedTuple):
     """A new token goes just before the token that is now at this position."""
     deletes: set[int]
     refused: int
-    """Insertions that would have been made, had there been room (in rows that grow to a target)."""
+    """Insertions that would have been made, had there been room (never with `trims`)."""
     margin: float
     """Distance of the closest decision, in float32 tolerances; below 1 it may go the other way."""
 
@@ -226,7 +228,7 @@ def select(
     scored: _Worth = {c.position: (c.score, c.inputs) for c in gaps}
     wanted, wanted_closest = _best_or_due(gaps, scored, k_insert + grow, grow, 0.0)
     inserts, insert_closest = wanted, wanted_closest
-    if grow:
+    if not params.trims:
         room = max(0, params.capacity - (len(row) - len(deletes)))
         inserts, insert_closest = _best_or_due(
             gaps, scored, min(k_insert + grow, room), min(grow, room), 0.0

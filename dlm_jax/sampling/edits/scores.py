@@ -21,6 +21,7 @@ from dlm_jax.types import left_of, right_of
 
 _NUDGE = 3
 EDIT_TOKENS, LENGTH_TARGETS = ("space", "mask"), ("none", "to_max_new")
+OVERFLOWS = ("trim", "refuse")
 
 
 def token_uncertainty(logprob: ArrayLike, is_scored: ArrayLike) -> jax.Array:
@@ -136,6 +137,9 @@ class Uncertainty(EditRule):
     cooldown_B: jax.Array = per_row(
         Setting("cooldown_distance", 1, "edit: minimum distance to the last edits", 0, 2**20 - 1)
     )
+    overflow_B: jax.Array = _choice(
+        "overflow", "edit: insertions beyond max_length drop the tail or are not made", OVERFLOWS
+    )
     target_mode_B: jax.Array = _choice(
         "length_target_mode",
         "edit: to_max_new adds up to three edits a step towards max_new_tokens",
@@ -191,9 +195,9 @@ class Uncertainty(EditRule):
         deleted token must be live and unfrozen, and it must be neither a hole nor the last token in
         its row. A space is deleted only at a position that an edit inserted. Positions within the
         cooldown distance of a mark are skipped; for a gap, this is the position of its new token.
-        Insertions and deletions are selected independently. In rows that grow towards a target,
-        insertions are limited to the free capacity after the deletions, so that no token is
-        dropped.
+        Insertions and deletions are selected independently. In rows that refuse an overflow or grow
+        towards a target, insertions are limited to the free capacity after the deletions, so that
+        no token is dropped.
         """
         gap_BL, misfit_BL = scores
         far_BL, cooldown_B1 = distance(~context.mark_BL, context.mark_BL), self.cooldown_B[:, None]
@@ -232,7 +236,8 @@ class Uncertainty(EditRule):
         num_insert_B = jnp.maximum(jnp.minimum(num_insert_B + grow_B, num_doubted_B), grow_B)
         due_B = jnp.minimum(num_insert_B, jnp.sum(may_grow_BL, axis=1))
         room_B = context.capacity_B - context.length_B + jnp.sum(delete_BL, axis=1)
-        granted_B = jnp.where(grow_B == 0, due_B, jnp.minimum(due_B, room_B))
+        may_spill_B = (self.overflow_B == OVERFLOWS.index("trim")) & (grow_B == 0)
+        granted_B = jnp.where(may_spill_B, due_B, jnp.minimum(due_B, room_B))
         worth_BL = jnp.where(is_doubted_BL, gap_BL, gap_BL - 1)
         insert_BL = most(worth_BL, may_grow_BL, granted_B, context.preference_BL, 1.0)
         is_mask_B = self.token_B == EDIT_TOKENS.index("mask")

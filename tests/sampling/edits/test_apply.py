@@ -121,15 +121,16 @@ def _plain(row: Row, params: oracle.Params, steps: int, put: int, renoises: bool
 
 
 @pytest.mark.parametrize(
-    ("token", "target"), [("space", "none"), ("mask", "none"), ("space", "to_max_new")]
+    ("token", "overflow", "target"),
+    [("space", "trim", "none"), ("mask", "refuse", "none"), ("space", "refuse", "to_max_new")],
 )
-def test_the_loop_equals_a_plain_one_that_edits_lists(token, target):
+def test_the_loop_equals_a_plain_one_that_edits_lists(token, overflow, target):
     settings = {"insert_ratio_start": 0.2, "delete_ratio_start": 0.3, "delete_lambda": 0.5}
     rows = _drafts(5, capacity=16, max_new_tokens=8)
-    state = _run(rows, edit_token=token, length_target_mode=target, **settings)
+    state = _run(rows, edit_token=token, overflow=overflow, length_target_mode=target, **settings)
     start = oracle.Params(
-        insert_ratio=0.2, delete_ratio=0.3, delete_lambda=0.5, targets_length=target != "none",
-        capacity=16, target=10,
+        insert_ratio=0.2, delete_ratio=0.3, delete_lambda=0.5, trims=overflow == "trim",
+        targets_length=target != "none", capacity=16, target=10,
     )  # fmt: skip
     sure, edits = 0, 0
     for row, result in zip(rows, canvases.results(state), strict=True):
@@ -271,11 +272,12 @@ def test_a_remask_rule_is_told_where_the_tokens_are_after_the_edits():
     assert (tokens[put] == toy.SPACE).all()
 
 
-def test_a_row_without_room_says_so_and_keeps_to_its_capacity():
+@pytest.mark.parametrize("overflow", ["trim", "refuse"])
+def test_a_row_without_room_says_so_and_keeps_to_its_capacity(overflow):
     rows = _drafts(6, capacity=15)
     rows = rows[:4] + [dataclasses.replace(row, capacity=POSITIONS) for row in rows[4:]]
     settings = {"insert_ratio_start": 0.2, "insert_ratio_end": 0.0, "delete_ratio_start": 0.0}
-    state = _run(rows, **settings)
+    state = _run(rows, overflow=overflow, **settings)
     results = canvases.results(state)
     assert [len(result.tokens) for result in results[:4]] == [15] * 4
     assert {Status(result.status) for result in results[:4]} == {Status.CANVAS_FULL}

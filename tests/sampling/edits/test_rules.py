@@ -13,7 +13,7 @@ from oracles import edits as oracle
 
 from dlm_jax.sampling.edits import EditContext, Edits, Uncertainty
 from dlm_jax.sampling.edits.moves import PositionMap, moved, position_map_of
-from dlm_jax.sampling.edits.scores import LENGTH_TARGETS
+from dlm_jax.sampling.edits.scores import LENGTH_TARGETS, OVERFLOWS
 
 ROWS, LENGTH = 64, 12
 PAD, MASK, SPACE = 0, 1, 2
@@ -46,6 +46,7 @@ class Params(NamedTuple):
     delete_margin_B: Any
     delete_lambda_B: Any
     cooldown_B: Any
+    trims_B: Any
     target_mode_B: Any
     capacity_B: Any
     target_B: Any
@@ -70,6 +71,7 @@ def _context(cells: Cells, snapshot: Snapshot, params: Params) -> EditContext:
 def _select(rule: type[Uncertainty], cells: Cells, snapshot: Snapshot, params: Params) -> Edits:
     """What a rule of these numbers chooses."""
     context = _context(cells, snapshot, params)
+    trim, refuse = map(OVERFLOWS.index, ("trim", "refuse"))
     chosen = rule(
         insert_start_B=params.insert_ratio_B,
         insert_end_B=params.insert_ratio_B,
@@ -78,6 +80,7 @@ def _select(rule: type[Uncertainty], cells: Cells, snapshot: Snapshot, params: P
         delete_margin_B=params.delete_margin_B,
         lambda_B=params.delete_lambda_B,
         cooldown_B=params.cooldown_B,
+        overflow_B=jnp.where(params.trims_B, trim, refuse),
         target_mode_B=params.target_mode_B,
         token_B=jnp.zeros(ROWS, jnp.int32),
     )
@@ -110,8 +113,7 @@ def _random_batch(rng: np.random.Generator) -> Batch:
     shape = (ROWS, LENGTH)
     place = np.arange(LENGTH)[None]
     capacity = rng.integers(1, LENGTH + 1, ROWS)
-    nearly = np.maximum(capacity - rng.integers(0, 3, ROWS), 0)
-    length = np.where(rng.random(ROWS) < 0.5, nearly, rng.integers(0, capacity + 1))
+    length = np.where(rng.random(ROWS) < 0.4, capacity, rng.integers(0, capacity + 1))
     is_live = place < length[:, None]
     tokens = rng.choice([SPACE, MASK, *range(97, 103)], shape, p=[0.2, 0.15, *[0.65 / 6] * 6])
     prompt = rng.integers(0, 5, ROWS) * (rng.random(ROWS) < 0.6)
@@ -130,7 +132,8 @@ def _random_batch(rng: np.random.Generator) -> Batch:
         rng.choice([0.0, 0.02, 0.3], ROWS).astype(np.float32),
         rng.choice([0.0, 0.3, 1.0], ROWS).astype(np.float32),
         rng.choice([0, 0, 1, 2], ROWS).astype(np.int32),
-        ((rng.random(ROWS) < 0.75) * TO_MAX_NEW).astype(np.int32),
+        rng.random(ROWS) < 0.5,
+        ((rng.random(ROWS) < 0.5) * TO_MAX_NEW).astype(np.int32),
         *np.array([capacity, rng.integers(0, LENGTH + 4, ROWS)], np.int32),
         *np.array([rng.integers(0, 4, ROWS), rng.integers(4, 6, ROWS)], np.int32),
     )
@@ -148,7 +151,7 @@ def _row_of(cells: Cells, row: int) -> list[oracle.Cell]:
     return oracle.row_from(*(x[row] for x in cells[:4]), length=cells.length_B[row])
 
 
-def _asked(params: Params, row: int) -> oracle.Params:
+def _asked(params: Params, row: int, length: int) -> oracle.Params:
     asked = {
         f.name: getattr(params, f"{f.name}_B")[row].item()
         for f in dataclasses.fields(oracle.Params)
@@ -156,6 +159,8 @@ def _asked(params: Params, row: int) -> oracle.Params:
     }
     asked["targets_length"] = bool(params.target_mode_B[row])
     asked["target"] = min(asked["target"], asked["capacity"])
+    # The oracle lets a row that is nudged to grow spill; the document caps its insertions.
+    asked["trims"] &= not (asked["targets_length"] and length < asked["target"])
     return oracle.Params(**asked)
 
 
@@ -178,7 +183,7 @@ def test_edits_are_those_of_one_at_a_time():
             after, position_map, edits = _edited(cells, snapshot, params, new_B)
             for row in range(ROWS):
                 before = _row_of(cells, row)
-                asked = _asked(params, row)
+                asked = _asked(params, row, len(before))
                 choice = oracle.select(
                     before, snapshot.own_BL[row], snapshot.right_BL[row], asked,
                     mask=MASK, space=SPACE,
