@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +185,9 @@ def measure(row: Row, options: tuple[str, ...] = ()) -> dict[str, Any]:
     }
 
 
-def measure_apart(row: Row, options: list[str]) -> dict[str, Any]:
+def measure_apart(program: str, name: str, options: list[str]) -> dict[str, Any]:
     """The figures of a row, from a process of its own, which frees the compiler's memory."""
-    command = [sys.executable, "-m", "benchmarks", "pods", "--row", row.name]
+    command = [sys.executable, "-m", "benchmarks", program, "--row", name]
     command += ["--compiler-options", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -219,9 +219,17 @@ def line_of(one: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
-    """Measures the missing rows, one process after the other, and prints the table."""
-    parser = parser_of(__doc__)
+def run(
+    program: str,
+    doc: str | None,
+    rows: Mapping[str, Any],
+    quick: str,
+    measure: Callable[[Any, tuple[str, ...]], dict[str, Any]],
+    header: str,
+    line_of: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measures the missing rows by name, one process after the other, and prints the table."""
+    parser = parser_of(doc)
     parser.add_argument("--only", nargs="*", help="only rows whose names contain one of these")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--compiler-options", nargs="*", default=[], metavar="NAME=VALUE",
@@ -229,26 +237,26 @@ def main() -> None:
     parser.add_argument("--row", help=argparse.SUPPRESS)  # measured in this process
     args = parser.parse_args()
     if args.row:
-        row = next(row for row in ROWS if row.name == args.row)
-        print(json.dumps(measure(row, tuple(args.compiler_options))))
+        print(json.dumps(measure(rows[args.row], tuple(args.compiler_options))))
         return
     if args.list:
-        print("\n".join(row.name for row in ROWS))
+        print("\n".join(rows))
         return
-    only = [QUICK.name] if args.quick else args.only
+    only = [quick] if args.quick else args.only
     stored = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     jax.config.update("jax_platforms", "cpu")
     print_machine()
-    print(HEADER)
-    for row in ROWS:
-        if row.name not in stored and (not only or any(part in row.name for part in only)):
-            stored[row.name] = measure_apart(row, args.compiler_options)
-            stored = {one.name: stored[one.name] for one in ROWS if one.name in stored}
+    print(header)
+    for name in rows:
+        if name not in stored and (not only or any(part in name for part in only)):
+            stored[name] = measure_apart(program, name, args.compiler_options)
+            stored = {one: stored[one] for one in rows if one in stored}
             if args.json:
                 args.json.write_text(json.dumps(stored, indent=1) + "\n")
-        if row.name in stored:
-            print(line_of(stored[row.name]), flush=True)
+        if name in stored:
+            print(line_of(stored[name]), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    rows = {row.name: row for row in ROWS}
+    run("pods", __doc__, rows, QUICK.name, measure, HEADER, line_of)

@@ -15,12 +15,8 @@ file has already are kept. The times are estimates, as in ``python -m benchmarks
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.pods import GIB, MODELS, kernel_schedules, kernel_seconds
-from benchmarks.report import parser_of, print_machine
+from benchmarks.pods import GIB, MODELS, kernel_schedules, kernel_seconds, run
 from dlm_jax.config import MeshConfig, ModelConfig, SamplingParams
 from dlm_jax.contrib.pod_costs import Mode, cost, torus_of
 from dlm_jax.devices import used
@@ -165,7 +160,7 @@ def forward_pass(
     cached, size = network.cached, part.size
     assert cached is not None
 
-    def run(
+    def forward(
         params: Params, kept: Any, tokens: jax.Array, length: jax.Array, row: jax.Array,
         place: jax.Array,
     ) -> Any:  # fmt: skip
@@ -186,7 +181,7 @@ def forward_pass(
                 ), hidden
             return hidden
 
-    return run, (1,) if part.kind in ("refresh", "causal") else ()
+    return forward, (1,) if part.kind in ("refresh", "causal") else ()
 
 
 def rest(
@@ -272,49 +267,6 @@ def line_of(one: dict[str, Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def measure_apart(part: Part, options: list[str]) -> dict[str, Any]:
-    """The figures of a part, from a process of its own, which frees the compiler's memory."""
-    command = [sys.executable, "-m", "benchmarks", "sample_step", "--part", part.name]
-    done = subprocess.run(
-        [*command, "--compiler-options", *options], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr[-2000:])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def main() -> None:
-    """Measures the missing parts, one process after the other, and prints the table."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", help="only parts whose names contain one of these")
-    parser.add_argument("--list", action="store_true", help="print the names of the parts")
-    parser.add_argument("--compiler-options", nargs="*", default=[], metavar="NAME=VALUE",
-        help="like mesh.compiler_options; none: no default options")  # fmt: skip
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # measured in this process
-    args = parser.parse_args()
-    if args.part:
-        part = next(part for part in PARTS if part.name == args.part)
-        print(json.dumps(measure(part, tuple(args.compiler_options))))
-        return
-    if args.list:
-        print("\n".join(part.name for part in PARTS))
-        return
-    only = [QUICK.name] if args.quick else args.only
-    lines = args.json.read_text().splitlines() if args.json and args.json.exists() else []
-    stored = {" ".join(str(one[f.name]) for f in dataclasses.fields(Part)): one
-              for one in map(json.loads, lines)}  # fmt: skip
-    jax.config.update("jax_platforms", "cpu")
-    print_machine()
-    print(HEADER)
-    for part in PARTS:
-        if part.name not in stored and (not only or any(word in part.name for word in only)):
-            stored[part.name] = measure_apart(part, args.compiler_options)
-            if args.json:
-                with args.json.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(stored[part.name]) + "\n")
-        if part.name in stored:
-            print(line_of(stored[part.name]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    parts = {part.name: part for part in PARTS}
+    run("sample_step", __doc__, parts, QUICK.name, measure, HEADER, line_of)

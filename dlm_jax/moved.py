@@ -33,7 +33,9 @@ _ADVICE = {
     """,
     "pass **model.presets[NAME] in Python, or --preset NAME": "preset",
     "it was removed; put a reverse proxy in front of the server": "allow_origin log_texts max_body",
-    "it was removed": "steps_per_call calibration mask_like prefix_mib report_every report_json sampler_width",
+    "it was removed": """
+        calibration mask_like prefix_mib report_every report_json sampler_width steps_per_call
+    """,
     "it was removed; every norm is RMSNorm": "model.norm",
     "it was removed; its default is used": """
         max_ratio muon_momentum sticky_alone sticky_beside
