@@ -5,7 +5,8 @@
 Each tree runs in its own process, which imports its own package and uses only public names and
 programs. The parent alternates between the two, reverses the order each round, and prints medians
 and the median of the rounds' ratios. Every case runs once before it is timed, so that compilation
-is excluded; ``start of sample.py`` is a whole process with a warm compilation cache.
+is excluded; ``start of sample.py`` is a whole process with a warm compilation cache. ``compile``
+is the first call of a process without one, less its second call.
 
 With ``--equal``, texts, status and counts of every rule, cache and published loop are compared
 instead, and parameters, metrics and likelihoods of tiny runs.
@@ -46,6 +47,18 @@ TIMED: dict[str, Settings] = {
     "one row": _TEXT | _RANDOM | {"num_samples": 1},
 }  # fmt: skip
 START = "start of sample.py"
+COMPILE: dict[str, Settings] = {
+    f"compile, {name}": TIMED[name] for name in ("recommended, 64 rows", "edits, 64 rows")
+}
+_COMPILE = """
+import json, sys, time, dlm_jax
+model, settings, seconds = dlm_jax.load("shakespeare"), json.loads(sys.argv[1]), []
+for _ in range(2):
+    began = time.perf_counter()
+    dlm_jax.generate(model, ["ROMEO:"], **settings)
+    seconds.append(time.perf_counter() - began)
+print(seconds[0] - seconds[1])
+"""
 HEADS: Settings = {
     "model.add_sampler_head": True, "model.add_critic_head": True, "heads.critic_alpha": 0.5,
 }  # fmt: skip
@@ -143,6 +156,9 @@ class Tree:
             began = time.perf_counter()
             self.process("sample.py", "--gen-length", "24", "--steps", "6")
             return time.perf_counter() - began
+        if name in COMPILE:
+            no_cache = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+            return float(self.process("-c", _COMPILE, json.dumps(COMPILE[name]), env=no_cache))
         settings = {"train.steps": 12, "train.log_every": 1, "train.eval_every": 1000,
                     "train.checkpoint_every": 1000, "optim.warmup_steps": 2}  # fmt: skip
         out = self.train(settings | TRAINED[name], "configs/shakespeare.toml")
@@ -175,10 +191,10 @@ class Tree:
         self.process("train.py", *(["--config", config] if config else []), *flags)
         return out
 
-    def process(self, *command: str) -> str:
+    def process(self, *command: str, env: Settings | None = None) -> str:
         """What a program prints."""
         return subprocess.run(
-            [sys.executable, *command], env=self._env, cwd=self._root, check=True,
+            [sys.executable, *command], env=self._env | (env or {}), cwd=self._root, check=True,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         ).stdout  # fmt: skip
 
@@ -261,7 +277,7 @@ def main() -> int:
                 print_machine()
                 return int(compare_results(trees, args.only) > 0)
             table = Table(args, "case", f"ms at {args.revision}", "ms here", "ratio")
-            for name in (*TIMED, *TRAINED, START):
+            for name in (*TIMED, *COMPILE, *TRAINED, START):
                 if args.only in name:
                     rounds = 1 if args.quick else args.rounds
                     before, now, ratio = time_case(trees, name, rounds)
