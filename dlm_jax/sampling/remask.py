@@ -23,7 +23,7 @@ from dlm_jax.sampling.commit.commit_rule import (
     uniform,
 )
 from dlm_jax.sampling.program import check_space, ratio_at
-from dlm_jax.settings import Rule, Setting, per_row, require_head, rule, static
+from dlm_jax.settings import Rule, Setting, per_row, require, require_head, rule, static
 
 RENOISE_SALT = 0x6E6F6973
 RENOISE_TOKENS = ("space", "mask", "random")
@@ -157,6 +157,12 @@ class Renoise(Rule):
     @classmethod
     def is_used(cls, row: Any) -> bool:
         return max(row.renoise_start, row.renoise_end) > 0
+
+    @classmethod
+    def check(cls, row: Any) -> None:
+        is_rewritten = row.renoise == "mask" or row.resample or row.remasks
+        why = "writes tokens that no rule rewrites"
+        require(is_rewritten, "renoise", row.renoise, why, "use renoise='mask', or resample=True")
 
     @classmethod
     def check_model(cls, row: Any, facts: Any) -> None:
