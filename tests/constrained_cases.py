@@ -102,6 +102,7 @@ def draws(
     facts = ModelFacts(vocab_size=LETTERS.vocab_size, banned_ids=LETTERS.banned_ids, eos_ids=(EOS,))
     packed = RowParams.pack([sample], facts), table.pack([sample], facts)
     row, rules = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), packed)
+    row = dataclasses.replace(row, stops_at_eos_B=jnp.zeros(rows, bool))
     tokens_L = jnp.array(ids_of(canvas), jnp.int32)
     params = jax.tree.map(jnp.float32, {"logits": logits_LV} | (head or {}))
     loop = advance(tokens_L.size, has_head=head is not None)

@@ -351,8 +351,8 @@ def columns(requests: Sequence[Request], facts: ModelFacts) -> tuple[RowParams, 
     The parameters are host arrays, which are passed directly to compiled functions. Separate
     transfers to the device would take most of the time needed to refill a slot.
 
-    A row ends at its EOS, because tokens after EOS would be discarded. A row
-    with edits goes on, because edits can still move EOS.
+    A row ends at its EOS, because tokens after EOS would be discarded. A row with
+    edits goes on, because edits can still move EOS.
     """
     samples = [request.sample for request in requests]
     rows = RowParams.columns(samples, facts)
