@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import dlm_jax
-from dlm_jax.batch.json_lines import RequestFile, Results, fingerprint
+from dlm_jax.batch.json_lines import RequestFile, ResultPlaces, Results, fingerprint
 from dlm_jax.batch.runner import READ_AHEAD, describe_model, describe_settings, run_requests
 from dlm_jax.cli.common import (
     COUNT,
@@ -116,6 +117,11 @@ def _check_modes(args: argparse.Namespace) -> None:
         raise ValueError("--coordinator has no effect without --distributed; add it")
     if args.chat and (is_file or args.template or args.draft or args.prompt is None):
         raise ValueError("--chat formats --prompt as a turn; pass --prompt and no other text")
+    page = None if args.trace is None else Path(args.trace)
+    if page is not None and page.is_dir():
+        raise ValueError(f"--trace {page} is a directory; pass a file")
+    if page is not None and not page.parent.is_dir():
+        raise ValueError(f"--trace {page}: the directory does not exist; create it first")
 
 
 @program
@@ -331,9 +337,18 @@ def _same_in_all(
         return results.done, results.plan
     given = None
     if results is not None:
-        given = results.plan, {line.number for line in own if line.number in results.done}
+        given = (
+            results.plan,
+            np.packbits(np.fromiter((line.number in results.done for line in own), bool)),
+        )
     shared = gathered((index, given))
-    plan, done = next(value for part, value in shared if part == index and value is not None)
+    if results is not None:
+        return results.done, results.plan
+    plan, bits = next(value for part, value in shared if part == index and value is not None)
+    done = ResultPlaces()
+    for line, is_done in zip(own, np.unpackbits(bits), strict=False):
+        if is_done:
+            done.add(line.number, 0, 1)
     return done, plan
 
 

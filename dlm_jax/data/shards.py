@@ -111,6 +111,11 @@ def read_index(directory: str) -> Index:
     if content != line + _ending(line):
         raise ValueError(f"{path} is damaged: its checksum is wrong; copy the corpus again")
     facts = json.loads(line)
+    if facts["format"] != _FORMAT:
+        raise ValueError(
+            f"{path} has format {facts['format']}, but this program reads {_FORMAT}; rebuild the "
+            f"corpus with python -m dlm_jax.data.shard"
+        )
     train, val = (tuple(Shard(**shard) for shard in facts[part]) for part in PARTS)
     return Index(from_json(facts["tokenizer"]), facts["dtype"], facts["record_tokens"], train, val)
 

@@ -333,6 +333,8 @@ class _OfFile(Tokenizer):
         self._unmarked = frozenset(map(self.token, self._specials)) - declared
         name = model.get("unk_token")
         self._unknown_id = model.get("unk_id") if name is None else names.get(name)
+        splitter = json.dumps(data.get("pre_tokenizer"))
+        self._may_remove = '"Removed"' in splitter or '"CharDelimiterSplit"' in splitter
         self._may_cut = (
             "merges" in model
             and data.get("normalizer") is None
@@ -351,10 +353,27 @@ class _OfFile(Tokenizer):
         parts = [np.zeros(0, np.int32)]
         chunks = _chunks(text) if self._may_cut else iter([text])
         while some := list(islice(chunks, _CHUNKS_AT_ONCE)):
-            parts += _encode(self._plain, some)
+            parts += _encode(self._plain, some, text)
         ids = np.concatenate(parts)
         self._refuse_specials(ids)
+        if self._may_remove:
+            self._refuse_removed(text)
         return ids
+
+    def _refuse_removed(self, text: str) -> None:
+        """Raises ValueError for a character that the splitting removes, other than white space, or
+        what the normalizer makes white space or nothing.
+        """
+        offsets = self._plain.encode(text, add_special_tokens=False).offsets
+        starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+        steps = [np.bincount(places, minlength=len(text) + 1) for places in (starts, ends)]
+        normalizer = self._plain.normalizer
+        for position in np.flatnonzero(np.cumsum(steps[0] - steps[1])[:-1] == 0).tolist():
+            character = text[position]
+            if normalizer is not None:
+                character = normalizer.normalize_str(character)
+            if character.strip():
+                _refuse(text, position)
 
     def _refuse_specials(self, ids: np.ndarray, *more: int) -> None:
         """Raises ValueError for a special token or `more`, whose name can be a vocabulary word."""
@@ -379,7 +398,7 @@ class _OfFile(Tokenizer):
 
     def piece_id(self, piece: str) -> int | None:
         try:
-            (ids,) = _encode(self._plain, [piece])
+            (ids,) = _encode(self._plain, [piece], piece)
         except ValueError:
             return None
         return int(ids[0]) if len(ids) == 1 and self.decode(ids) == piece else None
@@ -393,19 +412,20 @@ class _OfFile(Tokenizer):
         return self._vocabulary.get(token)
 
 
-def _encode(backend: tokenizers.Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """The ids of each text, int32. Raises ValueError for a character that the model would lose."""
+def _encode(backend: tokenizers.Tokenizer, texts: list[str], whole: str) -> list[np.ndarray]:
+    """The ids of each of the `texts`, which are parts of `whole`, int32. Raises ValueError for a
+    character that the model would lose.
+    """
     try:
         # Unlike `encode`, this method lets other threads run.
         encoded = backend.encode_batch_fast(texts, add_special_tokens=False)
     # The library raises plain Exception.
     except Exception as error:
-        for text in texts if isinstance(backend.model, models.BPE) else ():
-            for character in dict.fromkeys(text):
-                try:
-                    backend.encode(character)
-                except Exception:
-                    _refuse(text, text.index(character))
+        for character in dict.fromkeys(whole) if isinstance(backend.model, models.BPE) else ():
+            try:
+                backend.encode(character)
+            except Exception:
+                _refuse(whole, whole.index(character))
         raise ValueError(
             f"this tokenizer cannot encode the text ({said(error)}); "
             "remove the unknown characters, or train a model with the byte tokenizer"
@@ -594,8 +614,9 @@ class HubTokenizer(_OfFile):
         """
         utf8(text)
         if not quote or quote not in text:
-            return _encode(self._backend, [text])[0]
-        plain = _backend(self.content, self._unmarked.union(self._added))
+            return _encode(self._backend, [text], text)[0]
+        quoted = [name for name in self._added if name[0] + quote + name[1:] in text]
+        plain = _backend(self.content, self._unmarked.union(quoted))
         markers = pattern_of(frozenset(self._added)).pattern if self._added else "$"
         ids, before = [], ""
         # Text between two markers is encoded as one, because some tokenizers begin it with a space.
@@ -603,10 +624,12 @@ class HubTokenizer(_OfFile):
             if quote not in run:
                 before += run
                 continue
-            ids += _encode(self._backend, [before]) + _encode(plain, [run.replace(quote, "")])
-            self._refuse_specials(ids[-1], *map(self._vocabulary.__getitem__, self._added))
+            ids += _encode(self._backend, [before], before)
+            run = run.replace(quote, "")
+            ids += _encode(plain, [run], run)
+            self._refuse_specials(ids[-1], *map(self._vocabulary.__getitem__, quoted))
             before = ""
-        return np.concatenate([*ids, *_encode(self._backend, [before])])
+        return np.concatenate([*ids, *_encode(self._backend, [before], before)])
 
 
 @functools.lru_cache(maxsize=4)

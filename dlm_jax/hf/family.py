@@ -231,7 +231,8 @@ class Family:
 
 GENERATION = "generation_config.json"
 OWN = "dlm_jax"
-"""The field of `GENERATION` with settings of this library, which precede the other fields."""
+"""The field of `GENERATION` with settings of this library, which precede the other fields. Exports
+write there only settings without another field."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 """Fields of `GENERATION` that apply only with ``do_sample`` true."""
@@ -288,14 +289,15 @@ def settings_fields(sample: SamplingParams, implied: SamplingParams) -> dict[str
     """The fields of generation_config.json from which `read_settings` restores `sample`."""
     values = {name: getattr(sample, name) for name in BUILT_IN.settings}
     changed = {name: v for name, v in values.items() if v != getattr(implied, name)}
-    fields = {field: changed[name] for field, name in _SHARED.items() if name in changed}
-    if not sample.gen_length:
-        fields.pop("max_new_tokens", None)
     # A reader scales steps that are not named, and ends with the temperature that is named.
     if "gen_length" in changed:
         changed["steps"] = sample.steps
+    fields = {field: changed.pop(name) for field, name in _SHARED.items() if name in changed}
+    if fields.get("max_new_tokens") == 0:
+        changed["gen_length"] = fields.pop("max_new_tokens")
     if fields.keys() & set(_SAMPLING):
-        changed["temperature_end"] = sample.temperature_end
+        if sample.temperature_end != -1:
+            changed["temperature_end"] = sample.temperature_end
         fields["do_sample"] = sample.temperature > 0
         fields["temperature"] = sample.temperature
         if not fields["do_sample"]:

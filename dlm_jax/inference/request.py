@@ -533,15 +533,15 @@ def _resolved(
 ) -> SamplingParams:
     """Returns the settings of a row over the model's recommendations, checked against the model.
 
-    `host` contains ``host_sampler`` and ``read_back``, if they are given. Read-back changes no
-    token.
+    `host` contains ``host_sampler`` and ``read_back``, if they are given. A host sampler draws the
+    tokens itself, so a recommended fill yields to parallel. Read-back changes no token.
 
     ``fill="auto"`` becomes waves, the even positions of each before the odd ones, for a model of
-    masked noise with a trained sampler head, and parallel for other models and for a host sampler,
-    which draws the tokens itself. At both measured sizes and every number of steps, these waves
-    gave as good texts as plain ones or better (benchmarks/results/sampler_head.md). The order is
-    not replaced: ``random_filled`` was better for 1.6 million parameters and worse for 56 million,
-    so a model recommends it by its own measurement.
+    masked noise with a trained sampler head, and parallel for other models. At both measured sizes
+    and every number of steps, these waves gave as good texts as plain ones or better
+    (benchmarks/results/sampler_head.md). The order is not replaced: ``random_filled`` was better
+    for 1.6 million parameters and worse for 56 million, so a model recommends it by its own
+    measurement.
     """
     is_hosted, is_read = host.get("host_sampler") is not None, bool(host.get("read_back"))
     advised = {name: getattr(model.sample, name) for name in model.sample.table.settings}
@@ -554,6 +554,8 @@ def _resolved(
         in_waves = model.fills_in_waves and not is_hosted
         advised["fill"] = "wavefront" if in_waves else "parallel"
         advised |= {"sampler_even_odd": True} if in_waves else {}
+    if is_hosted:
+        advised["fill"] = "parallel"
     unit = model.network.block_length or model.network.canvas_length
     length = given.get("block_length", advised["block_length"])
     if unit and type(length) is int and length == 0:

@@ -1,12 +1,14 @@
 """sample.py as its users run it: texts on standard output, everything else elsewhere."""
 
 import json
+import pickle
 import re
 import sys
 
 import pytest
 import saved_model
 
+from dlm_jax.batch.json_lines import RequestFile, Results
 from dlm_jax.cli import sample
 from dlm_jax.cli.ends import End
 
@@ -125,6 +127,8 @@ def test_a_model_is_extended_by_functions_of_modules(run_dir, tmp_path, capsys, 
         ),
         (["--prompts", "i", "--output", "o", "--top-p", "2"], "error: --top-p=2.0 is outside"),
         (["--template", "A"], "template has no <hole>"),
+        (["--trace", "nowhere/page.html"], "the directory does not exist; create it first"),
+        (["--trace", "."], "--trace . is a directory; pass a file"),
     ],
 )
 def test_bad_flag_ends_with_code_2_and_one_line(run_dir, capsys, flags, said):
@@ -167,10 +171,6 @@ def test_a_template_is_filled_watched_and_kept_on_a_page(run_dir, capsys, tmp_pa
     assert out == plain
     assert "row 0" in err and "step 4/4" in err and f"wrote {page}" in err
     assert "<html" in page.read_text()
-    lost = tmp_path / "nowhere" / "page.html"
-    assert _run(run_dir, *flags, "--trace", str(lost)) == End.NO_PAGE
-    out, err = capsys.readouterr()
-    assert out == plain and f"--trace {lost} cannot be written" in err
 
 
 def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
@@ -197,6 +197,30 @@ def test_a_file_of_requests_becomes_a_file_of_results_and_is_not_run_twice(
     assert ended.value.code == 2
     assert "another run" in capsys.readouterr().err
     assert target.read_text() == first
+
+
+def test_processes_are_sent_the_finished_lines_of_a_file_as_bits(tmp_path, monkeypatch):
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n{}\n{}\n" * 2000)
+    own = RequestFile(source, index=1, count=2)
+    numbers = [line.number for line in own]
+    done = {number for number in numbers if number % 7 < 4}
+    sent = []
+
+    def gathered(value):
+        sent.append(value)
+        return [(0, ({}, ())), *sent]
+
+    monkeypatch.setattr(sample.jax, "process_count", lambda: 3)
+    monkeypatch.setattr(sample, "gathered", gathered)
+    plan = {"batch_size": 3}
+    with Results(tmp_path / "out", fingerprint="f", index=1, count=2, plan=plan) as results:
+        for number in sorted(done):
+            results.write({"line": number})
+        assert sample._same_in_all(results, own, 1) == (results.done, plan)
+    assert len(pickle.dumps(sent)) < len(numbers) / 8 + 400
+    theirs, told = sample._same_in_all(None, own, 1)
+    assert {number for number in range(1, 6001) if number in theirs} == done and told == plan
 
 
 def test_ctrl_c_in_a_file_of_requests_loses_nothing(run_dir, capsys, tmp_path, monkeypatch):

@@ -113,6 +113,14 @@ def test_damage_is_refused_by_file_before_a_run_begins(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
+def test_an_index_of_another_format_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as other:
+        other.setattr(shards, "_FORMAT", 99)
+        root = make_shards(tmp_path)
+    with pytest.raises(ValueError, match=r"index\.json has format 99, but this .*; rebuild"):
+        read_index(str(root))
+
+
 def test_no_flipped_bit_of_a_shard_is_read_as_another_token(tmp_path):
     root = make_shards(tmp_path, shards=1)
     path, good = _a_shard(root), _a_shard(root).read_bytes()

@@ -249,6 +249,43 @@ def test_a_letter_that_is_known_elsewhere_is_refused_where_a_bpe_drops_it(change
 
 
 @pytest.mark.parametrize(
+    "splitter",
+    [
+        pre_tokenizers.CharDelimiterSplit("-"),
+        pre_tokenizers.Split("-", behavior="removed"),
+        pre_tokenizers.Punctuation("removed"),
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.CharDelimiterSplit("-")]
+        ),
+    ],
+)
+def test_a_character_that_the_splitting_removes_is_refused(splitter):
+    model = models.WordLevel({"a": 0, "b": 1, "?": 2, " ": 3}, unk_token="?")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = splitter
+    tokenizer = SubwordTokenizer(made.to_str())
+    assert tokenizer.encode("a").tolist() == [0]
+    assert tokenizer.encode("").tolist() == []
+    with pytest.raises(ValueError, match=r"'-' \(U\+002D\) at position 1 has no id"):
+        tokenizer.encode("a-b")
+
+
+def test_white_space_and_what_the_normalizer_removes_are_not_lost():
+    made = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}))
+    made.normalizer = normalizers.Replace("*", "")
+    made.pre_tokenizer = pre_tokenizers.Split(" ", behavior="removed")
+    assert SubwordTokenizer(made.to_str()).encode("a  *b ").tolist() == [0, 1]
+
+
+def test_the_position_of_a_lost_character_is_that_in_the_whole_text(monkeypatch):
+    monkeypatch.setattr(tokenizers_module, "_CHUNK", 4)
+    monkeypatch.setattr(tokenizers_module, "_CHUNKS_AT_ONCE", 2)
+    lines = "of our\n" * 5
+    with pytest.raises(ValueError, match=rf"U\+4E2D\) at position {len(lines)} has no id"):
+        SubwordTokenizer(_few_bytes().to_str()).encode(lines + "\u4e2d")
+
+
+@pytest.mark.parametrize(
     ("text", "lost"),
     [
         ("a\tb\n", r"'\\t' \(U\+0009\) at position 1"),

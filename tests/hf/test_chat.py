@@ -10,6 +10,7 @@ import tokenizers
 
 import dlm_jax
 from dlm_jax.data import HubTokenizer
+from dlm_jax.data.tokenizers import added_token
 from dlm_jax.hf import ChatTemplate
 
 
@@ -92,6 +93,24 @@ def test_no_space_is_put_beside_a_control_token_that_is_text():
     chat = ChatTemplate(source, _sentence_piece())
     written = chat.tokenizer.encode("[INST] a</s>b</s></s> <s> [/INST]")
     assert chat.ids(turns).tolist() == [chat.tokenizer.bos_id, *written]
+
+
+def test_a_quoted_marker_changes_no_other_token_of_its_message():
+    """Gemma's added tokens contain runs of spaces, which are words of its vocabulary too."""
+    data = json.loads(cases.marked_tokenizer(MARKS).content)
+    run, run_id = "\u0120" * 2, len(data["model"]["vocab"])
+    data["model"]["vocab"][run] = run_id
+    data["model"]["merges"].append(["\u0120", "\u0120"])
+    names = (run, "<bos>", "<eos>", "<mask>", "<end_of_turn>", "//")
+    data["added_tokens"] = [added_token(run_id + i, name, False) for i, name in enumerate(names)]
+    tokenizer = HubTokenizer(json.dumps(data), run_id + 3, run_id + 2, run_id + 2, run_id + 1)
+    chat = ChatTemplate("{{ messages[0].content }}<end_of_turn>", tokenizer)
+    plain, quoted = ("a    // b" + more for more in ("", "<end_of_turn>"))
+    ids = chat.ids([{"role": "user", "content": plain}]).tolist()
+    assert run_id in ids and run_id + 5 in ids
+    more = chat.ids([{"role": "user", "content": quoted}]).tolist()
+    assert more[: len(ids) - 1] == ids[:-1]
+    assert more.count(ids[-1]) == 1 and tokenizer.decode(more) == quoted + "<end_of_turn>"
 
 
 def test_control_tokens_in_variables_of_a_template_are_text():

@@ -310,3 +310,7 @@ def test_what_a_model_recommends_is_written_and_read_again(tmp_path, name, chang
     said = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     if changes.get("temperature"):
         assert (said["temperature"], said["max_new_tokens"], said["do_sample"]) == (0.7, 10, True)
+        # What has a field of its own is read from it, so that users can edit it.
+        cases.edit(tmp_path / "out" / "generation_config.json", temperature=0.3, top_k=7)
+        edited = dlm_jax.load(tmp_path / "out").sample
+        assert edited == dataclasses.replace(model.sample, temperature=0.3, top_k=7)

@@ -184,15 +184,17 @@ def test_a_fill_that_cannot_give_candidates_refuses_read_back_by_name():
         settings_of_call(MODEL, {"fill": "constrained", "structure": "a{4}", "read_back": True})
 
 
-def test_auto_is_parallel_for_a_host_sampler_which_refuses_waves():
-    auto = dataclasses.replace(WAVES, sample=dataclasses.replace(WAVES.sample, fill="auto"))
+def test_recommended_waves_yield_to_a_host_sampler_which_refuses_given_ones():
     settings = {"host_sampler": lambda c: c.ids[0]}
+    assert settings_of_call(dlm_jax.load(), settings).fill == "parallel"
     asked = {"seed": 3, "gen_length": 6}
-    made = dlm_jax.generate(auto, ["The "], **asked, **settings)
-    assert made.counters.waves.tolist() == [0]
-    parallel = dlm_jax.generate(auto, ["The "], **asked, **settings, fill="parallel")
-    assert made.texts == parallel.texts
-    assert dlm_jax.generate(auto, ["The "], **asked).counters.waves[0] > 0
+    for fill in ("auto", "wavefront"):
+        model = dataclasses.replace(WAVES, sample=dataclasses.replace(WAVES.sample, fill=fill))
+        made = dlm_jax.generate(model, ["The "], **asked, **settings)
+        assert made.counters.waves.tolist() == [0]
+        parallel = dlm_jax.generate(model, ["The "], **asked, **settings, fill="parallel")
+        assert made.texts == parallel.texts
+        assert dlm_jax.generate(model, ["The "], **asked).counters.waves[0] > 0
     with pytest.raises(ValueError, match="^[^\n]+$") as refusal:
-        dlm_jax.generate(WAVES, ["The "], **asked, **settings)
+        dlm_jax.generate(WAVES, ["The "], **asked, **settings, fill="wavefront")
     assert "use fill='parallel'" in str(refusal.value)
