@@ -85,7 +85,7 @@ def function(
 
 def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> Head:
     """The training of the sampler head, by the mean cross-entropy over supervised positions, in
-    nats and unweighted.
+    nats and unweighted. Only the parameters of this head get a gradient.
 
     Without revealed neighbours (``heads.sampler_reveal=0``), the head sees what the trunk sees, and
     fills no better than the LM head (benchmarks/results/sampler_head.md, "as described"), and
@@ -105,6 +105,9 @@ def make_head(config: Config, *, mask_id: int, banned_ids: tuple[int, ...]) -> H
         return is_revealed_BL, jnp.sum(drawn.is_supervised_BL()).astype(jnp.float32)
 
     def loss(network: Network, params: Params, drawn: Drawn) -> Loss:
+        fixed, hidden_BLD = jax.lax.stop_gradient((params, drawn.hidden_BLD))
+        params = fixed | {SAMPLER: params[SAMPLER]}
+        drawn = drawn._replace(hidden_BLD=hidden_BLD)
         is_revealed_BL, num_supervised = drawn.noise
         is_supervised_BL = drawn.is_supervised_BL()
         inputs = prepare_sampler_inputs(

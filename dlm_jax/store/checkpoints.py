@@ -123,6 +123,7 @@ class Checkpoints:
 
         Raises:
           OSError: this or the previous save failed, for example on a full disk.
+          ValueError: a complete checkpoint of a later step exists. `remove_from` deletes it.
         """
         manifest = new_manifest(state, meta)
         self.wait()
@@ -269,6 +270,11 @@ class Checkpoints:
         usable = [number for number in self.steps() if number not in self._damaged]
         if step in usable:
             return False
+        if usable and step < usable[-1]:
+            raise ValueError(
+                f"step={step} is before step {usable[-1]} in {root}; resume from the newest "
+                "checkpoint, or save to another directory"
+            )
         for path in list(root.iterdir()):
             match = _NAME.fullmatch(path.name)
             if match and (match[2] or int(match[1]) not in usable):

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import inspect
 import json
 import math
 import os
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -283,25 +285,50 @@ def facts_of(config: Config) -> dict[str, Any]:
     return program_facts() | facts | {"version of jax": jax.__version__} | settings()
 
 
-def part_name(kind: str, part: Any, params: Params) -> Any:
+def part_name(kind: str, part: Any) -> Any:
     """The name of a custom part of a run, by which a resumed run knows it; of heads, a list.
 
-    The name of an optimizer or a schedule ends in a digest of the program into which it is traced,
-    with all numbers. `params` are the shapes of the parameters that the optimizer updates.
+    An optimizer or a schedule is a closure, whose numbers and inner functions are a digest in its
+    name.
     """
     if kind == "heads":
         return list(part)
-    inputs: tuple[Any, ...] = (jax.ShapeDtypeStruct((), np.int32),)
-    if isinstance(part, optax.GradientTransformation):
-        inputs, part = (params, jax.eval_shape(part.init, params), params), part.update
+    part = part.update if isinstance(part, optax.GradientTransformation) else part
     name = getattr(part, "__qualname__", type(part).__name__)
     if kind not in ("optimizer", "schedule"):
         return name
-    traced = jax.make_jaxpr(part)(*inputs)
-    digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", str(traced)).encode())
-    for constant in traced.consts:
-        digest.update(np.asarray(constant).tobytes())
-    return f"{name.removesuffix('.<locals>.update_fn')} {digest.hexdigest()[:8]}"
+    digest = hashlib.sha256(json.dumps(_contents(part)).encode()).hexdigest()[:8]
+    return f"{name.removesuffix('.<locals>.update_fn')} {digest}"
+
+
+def _contents(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """The numbers and names in a function, its closure and its defaults, as nested lists."""
+    if id(value) in above:
+        return "recursion"
+    above = (*above, id(value))
+    if isinstance(value, functools.partial):
+        value = value.func, value.args, value.keywords
+    if isinstance(value, Mapping):
+        return [[str(key), _contents(one, above)] for key, one in value.items()]
+    if isinstance(value, tuple | list):
+        return [_contents(one, above) for one in value]
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        array = np.asarray(value)
+        return [str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()]
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return repr(value)
+    if not inspect.isfunction(value):
+        value = inspect.unwrap(value)  # the function in `jax.jit`
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    if not inspect.isfunction(value):
+        return name
+    inside: list[Any] = [value.__defaults__, value.__kwdefaults__]
+    for cell in value.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a variable without a value
+            inside.append(cell.cell_contents)
+    return [name, _contents(inside, above)]
 
 
 def config_of_run(out_dir: Path) -> Config:
@@ -346,14 +373,21 @@ def write_config(config: Config, out_dir: Path) -> None:
 
     Resumed runs instead read the config from the checkpoints, which have checksums.
     """
-    if not has_config(config, out_dir):
-        write_whole(out_dir / CONFIG, configs.to_toml(config, header=_HEADER).encode())
+    path, content = out_dir / CONFIG, configs.to_toml(config, header=_HEADER).encode()
+    if not path.is_file() or path.read_bytes() != content:
+        write_whole(path, content)
 
 
 def has_config(config: Config, out_dir: Path) -> bool:
-    """Whether the directory has the ``config.toml`` that the run would write."""
-    path, content = out_dir / CONFIG, configs.to_toml(config, header=_HEADER).encode()
-    return path.is_file() and path.read_bytes() == content
+    """Whether the directory has this config, except for keys that a resumed run may change."""
+    try:
+        saved = configs.load(str(out_dir / CONFIG))
+    except ValueError:
+        return False
+    here, there = (configs.flat(configs.to_dict(one)) for one in (config, saved))
+    # A run without checkpoints would read these again.
+    once = {"data.source", "train.init_from", "train.ignore_config"}
+    return all(here[key] == there[key] for key in here if key not in FREE - once)
 
 
 def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -401,7 +435,7 @@ def check_same_run(meta: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def check_identity(
-    best: Checkpoints, config: Config, identity: str, *, starts_again: bool
+    best: Checkpoints, config: Config, meta: dict[str, Any], *, starts_again: bool
 ) -> float:
     """The figure of the best model so far, infinite if there is none to compare with.
 
@@ -411,27 +445,34 @@ def check_identity(
     Args:
       best: checkpoints of the best model.
       config: config of the run.
-      identity: identity of the run.
-      starts_again: whether the run replaces one of the same config that left no checkpoint.
+      meta: metadata of the run, see `Run`.
+      starts_again: whether the run replaces one of the same config that left no checkpoint. It must
+        also have the text and the parts of the best model that it discards.
 
     Raises:
       ValueError: the run would continue or discard the best model or the metrics of another run.
     """
     path, figure = Path(config.train.out_dir) / METRICS, math.inf
+    identity = meta["run"]
 
     def others() -> set[str]:
         return {record.get("run", "") for record in read_records(path)} - {identity}
 
-    if on_first_process(best.steps) and not starts_again:
+    if on_first_process(best.steps):
         with contextlib.suppress(Damaged):
-            meta = best.read_meta(report=lambda line: None)
-            if meta.get("run") != identity:
-                raise ValueError(
-                    f"{best.directory} has the best model of another run; move the directory "
-                    "elsewhere, or use another train.out_dir"
-                )
-            if meta["best"]["measured_on"] == windows_of(config):
-                figure = meta["best"]["figure"]
+            there = best.read_meta(report=lambda line: None)
+            if there.get("run") != identity:
+                try:
+                    if not starts_again:
+                        raise ValueError("a run with checkpoints has its own best model")
+                    check_same_run(meta, there)
+                except ValueError:
+                    raise ValueError(
+                        f"{best.directory} has the best model of another run; move the directory "
+                        "elsewhere, or use another train.out_dir"
+                    ) from None
+            elif there["best"]["measured_on"] == windows_of(config):
+                figure = there["best"]["figure"]
     if (runs := on_first_process(others)) and not starts_again:
         raise ValueError(
             f"{path} contains metrics of run {min(runs) or 'unnamed'}, which has other checkpoints "

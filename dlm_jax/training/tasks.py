@@ -51,7 +51,7 @@ from dlm_jax.objectives.objective import (
     owners,
     proofreading,
 )
-from dlm_jax.settings import require
+from dlm_jax.settings import nearest, require
 from dlm_jax.store import save_weights
 from dlm_jax.training.init_from import load_initial_params
 from dlm_jax.training.optimisers import (
@@ -72,6 +72,20 @@ class Parts(TypedDict, total=False):
     heads: Mapping[str, Head | Callable[[Config, Tokenizer], Head]] | None
     optimizer: optax.GradientTransformation | None
     schedule: optax.Schedule | None
+
+
+def check_parts(parts: Mapping[str, Any]) -> None:
+    """Raises TypeError if a custom part has an unknown name, or if heads are of the wrong type."""
+    for name in parts:
+        if name not in Parts.__annotations__:
+            advice = nearest(name, list(Parts.__annotations__))
+            raise TypeError(f"{name} is not a part of a run; {advice}")
+    heads = parts.get("heads")
+    if heads is not None and not isinstance(heads, Mapping):
+        raise TypeError(f"heads is a {type(heads).__name__}; pass a dict, {{'NAME_head': head}}")
+    for name, head in (heads or {}).items():
+        if not isinstance(head, Head) and not callable(head):
+            raise TypeError(f"head {name} is a {type(head).__name__}; pass a Head, or its function")
 
 
 _SALT = 0x68656164
@@ -163,7 +177,6 @@ class Task:
         shares_trunk = any(one.loss is None for one in objectives.values())
         hidden_BLD: Any = None
         nll_BL: Any = None
-        pair: Any
         # 1. One pass of the trunk, for all objectives without a loss and all heads.
         if shares_trunk or heads:
             hidden_BLD = hidden_of(network, params, drawn.shown_BL, batch.tokens_BL, batch.length_B)
@@ -184,8 +197,7 @@ class Task:
         for name, objective in objectives.items():
             noise = drawn.noise[name]
             if objective.loss is not None:
-                pair = objective.loss(network, params, noise)
-                losses[name] = Loss(*pair)
+                losses[name] = _pair(objective.loss(network, params, noise), name)
             else:
                 weight_BL, weight = noise
                 # Positions that are not predicted may contain MASK, whose cost is infinite.
@@ -202,8 +214,7 @@ class Task:
                 own, hidden = jax.lax.stop_gradient((params, hidden_BLD))
                 own = own | {name: params[name]}
             given = drawn._replace(noise=drawn.noise[name], hidden_BLD=hidden)
-            pair = head.loss(replace(network, heads=seen), own, given)
-            losses[name] = Loss(*pair)
+            losses[name] = _pair(head.loss(replace(network, heads=seen), own, given), name)
             mean = means[metric_of(name)] = _mean(losses[name], name)
             total = total + head.weight_at(step) * mean
         figures = [pair for loss in losses.values() for pair in loss.figures.items()]
@@ -333,6 +344,13 @@ def metric_of(name: str) -> str:
     return name.removesuffix("_head")
 
 
+def _pair(loss: Any, name: str) -> Loss:
+    if not isinstance(loss, tuple) or not 2 <= len(loss) <= 3:
+        kind = type(loss).__name__
+        raise ValueError(f"{name}.loss returned a {kind}; return (sum, weight) or a Loss")
+    return Loss(*loss)
+
+
 def _mean(loss: Loss, name: str) -> jax.Array:
     returned(loss.sum, name, "loss(...).sum", "", (), float)
     returned(loss.weight, name, "loss(...).weight", "", (), float)
@@ -352,7 +370,9 @@ def make_task(
 
     Raises:
       ValueError: parts do not fit each other, two have the same name, or nothing trains.
+      TypeError: a part is unknown, or heads are of the wrong type.
     """
+    check_parts(parts)
     network = parts.get("network") or build
     network = network if isinstance(network, Network) else network(config.model)
     pack, share = config.data.pack, config.objective.proofreading_share

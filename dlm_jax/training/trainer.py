@@ -66,7 +66,7 @@ from dlm_jax.training.plan import (
     state_bytes,
 )
 from dlm_jax.training.signals import stop_on_signals
-from dlm_jax.training.tasks import Parts, Task, bound_of, make_task
+from dlm_jax.training.tasks import Parts, Task, bound_of, check_parts, make_task
 from dlm_jax.training.train_step import (
     Metrics,
     TrainState,
@@ -210,6 +210,7 @@ def train(
 
     Raises:
       ValueError: arguments are incompatible. The message names these arguments and the remedy.
+      TypeError: a part is unknown, or heads are of the wrong type.
     """
     config = config if isinstance(config, Config) else configs.load(str(config))
     run = prepare(config, report=report, **parts)
@@ -229,6 +230,7 @@ def problem(
 
     `parts` are the custom network, objective and heads; they and the errors are as for `train`.
     """
+    check_parts(parts)
     config = config if isinstance(config, Config) else configs.load(str(config))
     # Processes agree before they read data. The data determines the vocabulary, so the size of the
     # model, and so the default of mesh.fsdp.
@@ -267,9 +269,8 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Unpack[Pa
     config, train = task.config, task.config.train
 
     # 2. What the checkpoints say about the run.
-    target = abstract_state(task)
     own: dict[str, Any] = {kind: part for kind, part in parts.items() if part not in (None, {})}
-    names = {kind: part_name(kind, part, target.params) for kind, part in own.items()}
+    names = {kind: part_name(kind, part) for kind, part in own.items()}
     own |= {name: getattr(head, "loss", head) for name, head in own.pop("heads", {}).items()}
     check_same_everywhere({f"source code of {name}": own_source(p) for name, p in own.items()})
     meta = {"run": "", **task.facts(), "own": names}
@@ -290,6 +291,7 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Unpack[Pa
         is_new = not on_first_process(lambda: checkpoints.steps(complete=False))
 
         # 4. The state: fresh, with the parameters of train.init_from, or from a checkpoint.
+        target = abstract_state(task)
         init_key, noise_key = jax.random.split(key_of(train.seed))
         if is_new:
             meta["run"] = on_first_process(lambda: secrets.token_hex(8))
@@ -322,9 +324,14 @@ def prepare(config: Config, *, report: Callable[[str], None], **parts: Unpack[Pa
 
         # 5. Nothing is written before everything has been checked.
         starts_again = is_new and on_first_process(lambda: has_config(given, out_dir))
-        lowest = check_identity(best, config, meta["run"], starts_again=starts_again)
+        lowest = check_identity(best, config, meta, starts_again=starts_again)
         if int(state.step) < train.steps:
             on_first_process(lambda: lock.lock_all(places, create=True))
+            if is_new and on_first_process(checkpoints.steps):
+                raise ValueError(
+                    f"train.checkpoint_dir={checkpoints.directory} contains checkpoints of a run "
+                    "that started at the same time; restart"
+                )
             if starts_again:
                 best.remove_from(0)
             on_first_process(lambda: write_config(given, out_dir))

@@ -12,6 +12,7 @@ import stage_cases
 import toy
 
 from dlm_jax.config import Config, HeadsConfig, ObjectiveConfig
+from dlm_jax.distributed.partitions import path_name
 from dlm_jax.heads import critic
 from dlm_jax.heads.critic import critic_positions, critic_targets
 from dlm_jax.heads.sampler import SAMPLER, prepare_sampler_inputs
@@ -203,6 +204,31 @@ def test_seven_of_ten_holes_are_revealed_to_the_sampler_head_by_default():
     assert num_supervised == 64 * 256
 
 
+def _by_path(tree) -> dict[str, np.ndarray]:
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {path_name(path): np.asarray(leaf) for path, leaf in flat}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_of_the_sampler_head_has_a_gradient_in_the_head_alone(tied):
+    network = _network(tied=tied)
+    shown, tokens, is_revealed, is_supervised = map(jnp.asarray, _supervised())
+    (head,) = stage_cases.records(HeadsConfig(), add_sampler_head=True).values()
+
+    def loss(params):
+        hidden_BLD, _ = network.trunk(params, shown, jnp.asarray(LENGTH_B), None)
+        drawn = _drawn(shown, tokens, hidden_BLD=hidden_BLD, is_supervised_BL=is_supervised)
+        return head.loss(network, params, drawn._replace(noise=(is_revealed, jnp.float32(1)))).sum
+
+    gradients = _by_path(jax.jit(jax.grad(loss))(_params(network)))
+    assert any(path.startswith(SAMPLER) for path in gradients)
+    for path, gradient in gradients.items():
+        if path.startswith(SAMPLER):
+            assert np.isfinite(gradient).all() and np.abs(gradient).max() > 1e-3, path
+        else:
+            np.testing.assert_array_equal(gradient, np.zeros_like(gradient), err_msg=path)
+
+
 @pytest.mark.parametrize("masked_only", [True, False])
 def test_the_critic_is_asked_about_filled_holes_and_the_text_that_nobody_asks_for(masked_only):
     shown, tokens, _, is_supervised = _supervised()
@@ -263,6 +289,41 @@ def test_a_neighbour_that_may_be_noise_shows_its_true_token_or_nothing():
     expected[np.arange(POSITIONS)[None] >= LENGTH_B[:, None]] = 0
     np.testing.assert_array_equal(left_BLCD[:, 1:, 0], expected[:, :-1])
     assert (is_revealed & is_noised & (shown != tokens) & (shown != toy.MASK)).any()
+
+
+def test_the_loss_of_the_critic_is_the_binary_cross_entropy_of_the_filled_text(monkeypatch):
+    network, params = _network(), _params(_network())
+    shown, tokens, _, is_supervised = _supervised()
+    filled = np.random.default_rng(7).integers(0, 3, shown.shape).astype(np.int32)
+    monkeypatch.setattr(critic, "fill_holes", lambda *rows, **settings: jnp.asarray(filled))
+    config = Config(model=toy.config(depth=1, add_critic_head=True))
+    head = critic.make_head(config, mask_id=toy.MASK, banned_ids=toy.BANNED)
+    hidden_BLD = _hidden(shown.shape)
+    drawn = _drawn(shown, tokens, hidden_BLD=hidden_BLD, is_supervised_BL=is_supervised)
+    drawn = drawn._replace(noise=(jnp.zeros(ROWS, jnp.uint32), jnp.float32(7)))
+
+    def loss(params):
+        found = head.loss(network, params, drawn)
+        return found.sum / found.weight
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+    is_hole = is_supervised & (shown == toy.MASK)
+    is_live = np.arange(POSITIONS)[None] < LENGTH_B[:, None]
+    is_asked = is_hole | (is_live & ~is_supervised & (shown != toy.MASK))
+    filled = np.where(is_hole, filled, shown)
+    is_wrong = is_hole & (filled != tokens)
+    hidden_BLD, _ = jax.jit(network.trunk)(params, jnp.asarray(filled), jnp.asarray(LENGTH_B), None)
+    kernel = np.asarray(params["critic_head"]["out"]["kernel"], np.float64)
+    chance_BL = 1 / (1 + np.exp(-(np.asarray(hidden_BLD, np.float64) @ kernel)[..., 0]))
+    nats_BL = -np.where(is_wrong, np.log(chance_BL), np.log(1 - chance_BL))
+    np.testing.assert_allclose(value, nats_BL[is_asked].sum() / 7, rtol=1e-5)
+    assert min(is_wrong.sum(), (is_hole & ~is_wrong).sum(), (is_asked & ~is_hole).sum()) > 1
+    for path, leaf in _by_path(gradient).items():
+        if path.startswith(SAMPLER):
+            np.testing.assert_array_equal(leaf, np.zeros_like(leaf), err_msg=path)
+        else:
+            # The critic's second pass trains the trunk, by design.
+            assert np.abs(leaf).max() > 1e-4, path
 
 
 def test_the_critic_is_asked_which_tokens_are_random():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +107,8 @@ def test_what_is_restored_is_what_was_saved_and_only_the_newest_are_kept(place):
         _assert_same(restored.state, _state(3))
         assert (restored.step, restored.meta) == (3, again.read_meta()) == (3, {**META, "step": 3})
         assert not again.save(3, _state(9), META)
+        with pytest.raises(ValueError, match="step=1 is before step 3"):
+            again.save(1, _state(1), META)
         assert again.steps() == [2, 3]
     roots = {str(p).removeprefix(str(place)).split("/")[2] for p in _files(place)}
     assert roots - {".keep"} == {"step_00000002", "step_00000003"}
@@ -500,3 +503,12 @@ def test_a_run_continues_from_a_bucket_and_samples_come_from_it(tmp_path):
         outcome = tiny_run.run(tmp_path / "two", **given)
         tiny_run.assert_same(outcome.state, expected.state)
         tiny_run.assert_same(load_params(f"{url}/run")[0], expected.state.params)
+
+
+def test_errors_of_reads_that_end_after_a_failed_save_are_hidden_and_no_others(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda late: said.append(str(late.exc_value)))
+    checkpoints.quiet_orbax.__wrapped__()
+    for line in ("Event loop is closed", "a bug"):
+        sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(line)))  # type: ignore[arg-type]
+    assert said == ["a bug"]

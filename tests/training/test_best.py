@@ -37,7 +37,7 @@ def _figure(best, **changes):
     checkpoints, config = best
     train = dataclasses.replace(config.train, **changes)
     config = dataclasses.replace(config, train=train)
-    return check_identity(checkpoints, config, "", starts_again=False)
+    return check_identity(checkpoints, config, META | {"run": ""}, starts_again=False)
 
 
 def test_a_later_run_knows_the_figure_unless_it_measures_on_other_windows(best):

@@ -95,6 +95,25 @@ def test_the_best_model_of_another_model_is_not_kept_as_that_of_a_new_run(ours):
     _refused(ours, told, model__width=32)
 
 
+def test_the_best_model_of_another_text_under_the_same_config_is_not_lost(tmp_path):
+    source, run = tmp_path / "text.txt", tmp_path / "run"
+    source.write_text(tiny_run.TEXT)
+    flags = {"data__source": str(source), "train__steps": 3, "train__eval_every": 1}
+    tiny_run.run(run, **flags)
+    shutil.rmtree(run / "checkpoints")
+    source.write_text(tiny_run.TEXT.replace("lazy", "busy"))
+    _refused(run, "best has the best model of another run; move", **flags)
+
+
+def test_a_run_killed_before_its_first_checkpoint_may_begin_anew_with_another_free_key(ours):
+    (before,) = _identities(ours)
+    shutil.rmtree(ours / "checkpoints")
+    config = ours / "config.toml"
+    text = config.read_text()
+    assert tiny_run.run(ours, **SHORT, train__log_every=4).reason == "finished"
+    assert before not in _identities(ours) and config.read_text() != text
+
+
 @pytest.mark.slow
 def test_a_run_that_began_anew_and_stopped_before_its_first_best_continues(ours, monkeypatch):
     """The best model that it found is of a run that died before its first checkpoint."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 
+import numpy as np
 import pytest
 import tiny_run
 
 import dlm_jax.config as configs
+from dlm_jax.store import Checkpoints
 from dlm_jax.store.files import DirectoryLock
 from dlm_jax.training.trainer import prepare, run_loop
 
@@ -59,6 +61,20 @@ def test_a_refused_run_lets_go_of_its_directory(tmp_path):
     for _ in range(2):
         with pytest.raises(ValueError, match="is not a record of metrics"):
             _prepare(tmp_path)
+
+
+def test_checkpoints_of_a_run_that_started_at_the_same_time_are_refused(tmp_path, monkeypatch):
+    lock_all = DirectoryLock.lock_all
+
+    def lock_later(lock, places, *, create=False):
+        if create:
+            with Checkpoints(tmp_path / "shared", keep=1) as others:
+                others.save(3, {"params": {"w": np.ones(1)}}, {"run": "other"})
+        lock_all(lock, places, create=create)
+
+    monkeypatch.setattr(DirectoryLock, "lock_all", lock_later)
+    with pytest.raises(ValueError, match="shared contains checkpoints of a run that started at"):
+        _prepare(tmp_path / "run", train__checkpoint_dir=tmp_path / "shared")
 
 
 @pytest.mark.parametrize("is_there", [False, pytest.param(True, marks=pytest.mark.slow)])

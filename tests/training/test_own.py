@@ -251,6 +251,25 @@ def test_a_loss_that_is_no_pair_of_scalars_is_refused_with_its_name(tmp_path):
         _train(tmp_path, heads={"left_head": head})
 
 
+@pytest.mark.parametrize("pair", [jnp.ones(2), jnp.ones(())])
+def test_a_loss_that_is_no_pair_is_refused_with_its_name(tmp_path, pair):
+    head = dataclasses.replace(left_head(), loss=lambda network, params, drawn: pair)
+    with pytest.raises(ValueError, match=r"^left_head\.loss returned a .*; return \(sum, weight\)"):
+        _train(tmp_path, heads={"left_head": head})
+
+    def of_own(config: configs.Config, tokenizer: Any) -> Objective:
+        return dataclasses.replace(two_passes(config, tokenizer), loss=head.loss)
+
+    with pytest.raises(ValueError, match=r"^objective\.loss returned a .*; return \(sum, weight\)"):
+        _train(tmp_path, objective=of_own)
+
+
+def test_a_part_with_an_unknown_name_is_refused_with_the_nearest():
+    for begin in (train, problem):
+        with pytest.raises(TypeError, match="^optimiser is not a part .* mean 'optimizer'"):
+            begin(configs.Config(), optimiser=None)  # type: ignore[call-arg]
+
+
 def _named_left(config: configs.Config, tokenizer: Any) -> dict[str, Objective]:
     return {"left_head": Objective(plain_objective(config, tokenizer))}
 
@@ -260,6 +279,10 @@ def test_heads_whose_names_clash_or_do_not_end_in_head_are_refused(tmp_path):
         _train(tmp_path, heads={"left": left_head()})
     with pytest.raises(ValueError, match="have the same name: left_head; rename one"):
         _train(tmp_path, objective=_named_left, heads={"left_head": left_head()})
+    with pytest.raises(TypeError, match="heads is a list; pass a dict"):
+        _train(tmp_path, heads=[left_head()])
+    with pytest.raises(TypeError, match="head left_head is a int; pass a Head"):
+        _train(tmp_path, heads={"left_head": 3})
     with pytest.raises(ValueError, match="leaves nothing to train; set model.add_sampler_head"):
         _train(tmp_path, flags={"heads__train_main": "false", "train__init_from": "other"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import types
@@ -16,7 +17,7 @@ from dlm_jax.cli import train
 from dlm_jax.cli.train import parse_span
 from dlm_jax.model.transformer import build
 from dlm_jax.training import metrics, trainer
-from dlm_jax.training.metrics import read_records
+from dlm_jax.training.metrics import MetricsLog, read_records
 from dlm_jax.training.plan import model_flops
 from dlm_jax.training.trainer import Trainer, describe, prepare
 
@@ -170,6 +171,19 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused(tmp_path, capsys,
     assert "requires tensorboardX, which is not installed; pip install 'dlm_jax[tensorboard]'" in (
         refused("tensorboard")
     )
+
+
+def test_a_tracker_that_ctrl_c_interrupts_is_closed(tmp_path):
+    closed = []
+
+    def write(step, figures):
+        raise KeyboardInterrupt
+
+    trackers = {"one": lambda: (write, lambda: closed.append(1))}
+    log = MetricsLog(tmp_path / "metrics.jsonl", step=6, trackers=trackers)
+    with pytest.raises(KeyboardInterrupt), contextlib.closing(log):
+        log.write(kind="train", step=7)
+    assert closed == [1]
 
 
 def test_the_summary_has_the_size_what_is_not_the_default_and_undeclared_matrices(tmp_path):
