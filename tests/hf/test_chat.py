@@ -105,7 +105,7 @@ def test_a_quoted_marker_changes_no_other_token_of_its_message():
     data["added_tokens"] = [added_token(run_id + i, name, False) for i, name in enumerate(names)]
     tokenizer = HubTokenizer(json.dumps(data), run_id + 3, run_id + 2, run_id + 2, run_id + 1)
     chat = ChatTemplate("{{ messages[0].content }}<end_of_turn>", tokenizer)
-    plain, quoted = ("a    // b" + more for more in ("", "<end_of_turn>"))
+    plain, quoted = ("a // b    c" + more for more in ("", "<end_of_turn>"))
     ids = chat.ids([{"role": "user", "content": plain}]).tolist()
     assert run_id in ids and run_id + 5 in ids
     more = chat.ids([{"role": "user", "content": quoted}]).tolist()
