@@ -50,9 +50,14 @@ def moved_activations(text: str, sizes: Sizes) -> list[str]:
         f"{x.kind} {x.type} {_source(x)}"
         for x in operations(text)
         if x.kind.removesuffix("-start") in _reader().COLLECTIVES
-        for dtype, dims, _ in _reader().shapes_of(x.type)
+        for dtype, dims, _ in shapes(x)
         if dtype in _FLOATS and len(dims) > 1 and set(names) & set(dims)
     ]
+
+
+def shapes(operation: Any) -> list[tuple[str, tuple[int, ...], bool]]:
+    """The arrays that an operation makes: element type, sizes, and whether they are in memory."""
+    return _reader().shapes_of(operation.type)
 
 
 def _source(operation: Any) -> str:
@@ -67,6 +72,6 @@ def _found(text: str, is_bad) -> list[str]:
     return [
         f"{x.kind} {dtype}{list(dims)} {_source(x)}"
         for x in operations(text)
-        for dtype, dims, _ in _reader().shapes_of(x.type)
+        for dtype, dims, _ in shapes(x)
         if dtype in _FLOATS and is_bad(dims)
     ]

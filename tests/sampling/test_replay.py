@@ -26,9 +26,11 @@ from dlm_jax.sampling.vocab import log_prob
 from dlm_jax.settings import SettingError
 
 STEPS = 16
-UNLIKE = "left_to_right-scheduled-wavefront-critic", "joint_threshold-scheduled"
-"""Compiled without optimisations, one of its 2,496 log-probabilities differs in the last bit.
-Compiled as users do, none does: `.ci/run` runs it so, too."""
+UNLIKE = (
+    "left_to_right-scheduled-wavefront-critic", "joint_threshold-scheduled", "klass-wino-wavefront",
+)  # fmt: skip
+"""Compiled without optimisations, one of their 2,496 log-probabilities differs in the last bit.
+Compiled as users do, none does: `.ci/run` runs them so, too."""
 
 
 def _traced(name):
