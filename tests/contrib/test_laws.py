@@ -38,8 +38,8 @@ NAMES = [
 
 
 UNEQUAL = "position_aware-scheduled"
-"""Row 3 commits another position at its step 5 alone than beside row 0 of the strangers. The cause is
-not known yet; the fault is older than these settings of the case."""
+"""Alone, row 3 commits another position at its step 5 than beside row 0 of the strangers. The cause
+is not known yet; the fault is older than these settings of the case."""
 
 
 @pytest.mark.parametrize("name", NAMES, scope="module")
