@@ -224,6 +224,9 @@ def _posterior(rng: np.random.Generator, index: int) -> dict[str, Any]:
     }
 
 
+COMMON_IDS = ((1, 0.3), (4, 0.1))
+
+
 def _decoders(rng: np.random.Generator, index: int, table: RuleTable) -> dict[str, Any]:
     """Settings of the published decoders, far from the defaults where rows of the toy need it."""
     found = {
@@ -239,7 +242,7 @@ def _decoders(rng: np.random.Generator, index: int, table: RuleTable) -> dict[st
         "leap_radius": index % 4,
         "position_decay": float(rng.uniform(0.0, 0.5)),
         "information_limit": (10.0, 0.3)[index % 2],
-        "common_ids": ((1, 0.3), (4, 0.1)),
+        "common_ids": COMMON_IDS,
         "prophet_gap": float(rng.uniform(0.3, 2.0)),
         "slow_threshold": float(rng.uniform(0.1, 0.3)),
         "slow_steps": 1 + index % 4,
@@ -308,7 +311,10 @@ def make_state(
 ):
     """The state before the first step, one slot per row; None is an idle slot."""
     table = _table(name)
-    settings = [slot[1] if slot else params_of(table)(**_case(name)) for slot in slots]
+    # The static settings of a program are those of its first slot, also of an idle one.
+    static = {"common_ids": COMMON_IDS} if "common_ids" in table.settings else {}
+    idle = params_of(table)(**_case(name), **static)
+    settings = [slot[1] if slot else idle for slot in slots]
     rows = [slot and slot[0] for slot in slots]
     if name != OWN:
         packed = table.pack(settings, FACTS)

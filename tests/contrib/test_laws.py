@@ -37,15 +37,8 @@ NAMES = [
 ]  # fmt: skip
 
 
-UNEQUAL = "position_aware-scheduled"
-"""Alone, row 3 commits another position at its step 5 than beside row 0 of the strangers. The cause
-is not known yet; the fault is older than these settings of the case."""
-
-
 @pytest.mark.parametrize("name", NAMES, scope="module")
-def test_a_row_is_the_same_among_strangers_in_another_slot_alone_and_in_pieces(name, request):
-    if name == UNEQUAL:
-        request.applymarker(pytest.mark.xfail(reason="a row feels its neighbours", strict=False))
+def test_a_row_is_the_same_among_strangers_in_another_slot_alone_and_in_pieces(name):
     laws.test_a_row_is_the_same_among_strangers_in_another_slot_alone_and_in_pieces(name)
 
 
